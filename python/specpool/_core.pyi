@@ -1937,19 +1937,21 @@ def decode_op(
 def launch_into(ledger: Ledger, step: int, slot_table: _I32) -> None:
     """Launch a prepared step, write the slots of its new cells into a table, and complete it.
 
-    It is `launch`, `take_delta`, `ack_delta` and `complete` in one call, for an engine whose steps
-    run one after the other and whose table lies on the host. Build the ledger with one group.
+    It is `launch`, `take_delta`, `ack_delta` and `complete` in one call. Do first what the plan
+    says: its page copies and its states.
 
     Args:
-        ledger: where the step was prepared.
+        ledger: where the step was prepared; of one group.
         step: its number.
-        slot_table: int32 [num_rows + 1 or more, pages_per_row * P or more]; cell (row, position)
-            gets `page * P + position % P`.
+        slot_table: int32 [num_rows + 1 or more, pages_per_row * P or more], C-contiguous, on the
+            host; cell (row, position) gets `page * P + position % P`.
 
     Raises:
         ShapeError: the table is of another type or smaller, or the ledger has several groups.
         OrderError: as `launch`.
         StalePlan: as `launch`.
+
+    Cost: O(rows of the step + slots of new pages).
     """
 
 def decode_into(
@@ -1957,23 +1959,38 @@ def decode_into(
 ) -> tuple[int, list[int]]:
     """Claim a round of each row and `launch_into` the table, in one call.
 
-    Returns:
-        the step's number, and each row's allocated_len then.
+    An error changes nothing.
 
-    Cost: O(num_rows + rows + slots of new pages).
+    Args:
+        ledger: of one group, and without a state group.
+        rows: int [b].
+        shapes: an index of a shape for each row, int [b], or one for all.
+        slot_table: as in `launch_into`.
+
+    Returns:
+        the step's number, for `resolve`; and each row's allocated_len then, [b].
 
     Raises:
-        ShapeError: the table is of another type or smaller, or the ledger has several groups; and
-            all that `prepare_decode` raises. Nothing has changed then.
+        ShapeError: as `launch_into` and `prepare_decode`; or the ledger has a state group.
+        OrderError: as `prepare_decode`; or another step is not launched; or page copies wait for
+            the next step: call `prepare_decode`, copy, then `launch_into`.
+        OutOfPages: as `prepare_decode`; and what else it raises.
+
+    Cost: O(num_rows + rows + slots of new pages).
     """
 
 def round_slots(ledger: Ledger, rows: _IntArray, shapes: _IntArray | int) -> int:
     """Return the slots that `decode_into` of these rows will take: `tokens_required`, as one int.
 
-    Cost: O(num_rows + rows).
+    Args:
+        ledger: of any groups.
+        rows: int [b].
+        shapes: as in `decode_into`.
 
     Raises:
         ShapeError: as `Ledger.tokens_required`.
+
+    Cost: O(num_rows + rows).
     """
 
 # --- Kernels ---
@@ -2289,7 +2306,20 @@ def slots_at(page_table: _I32, page_size: int, rows: _I32, positions: _I32) -> _
     """
 
 def slot_ranges(page_table: _I32, page_size: int, rows: _I32, starts: _I32, lens: _I32) -> _I64:
-    """Return the slots of [starts[i], starts[i] + lens[i]) of each row, in order, [sum(lens)]."""
+    """Return the slots of [starts[i], starts[i] + lens[i]) of each row, in order, [sum(lens)].
+
+    Args:
+        page_table: int32 [num_rows + 1, pages_per_row], as `Ledger.page_table` returns it.
+        page_size: tokens of a page.
+        rows: [b], as `starts` and `lens`.
+        starts: the first position of each row.
+        lens: how many positions of each row.
+
+    Raises:
+        ShapeError: a position is below 0 or beyond the table.
+
+    Cost: O(sum(lens)).
+    """
 
 def page_csr(page_table: _I32, page_size: int, rows: _I32, lens: _I32) -> tuple[_I32, _I32, _I32]:
     """List the pages of positions [0, lens[i]) of each row as CSR, for prefill and verify.

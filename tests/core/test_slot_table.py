@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from specpool import Group, Ledger, OrderError, OutOfPages, Shape, ShapeError
-from specpool._core import decode_into, launch_into
+from specpool import Group, Ledger, OrderError, OutOfPages, Shape, ShapeError, StateGroup
+from specpool.slot_table import decode_into, launch_into, round_slots
 
 NUM_ROWS = 5
 
@@ -69,6 +69,8 @@ def test_one_call_does_what_the_calls_do(seed: int) -> None:
             rows = np.array(rng.sample(live, rng.randint(1, len(live))), np.int64)
             if max(ours.in_flight[rows]) > 1:
                 continue
+            required = plain.tokens_required(rows, np.ones(len(rows), np.int32))
+            assert round_slots(ours, rows, 1) == sum(required.tolist())
             step, held = decode_into(ours, rows, 1, tables[0])
             plan = plain.prepare_decode(rows, np.ones(len(rows), np.int32))
             launch_plainly(plain, plan.step, tables[1], page_size)
@@ -128,3 +130,40 @@ def test_a_round_without_pages_changes_nothing() -> None:
         decode_into(ledger, [row, *last], 1, table)
     assert ledger.state_hash() == before
     assert (table == cells).all()
+
+
+def test_a_round_whose_plan_somebody_has_to_read_is_refused_and_changes_nothing() -> None:
+    ledger = make(4)
+    row = ledger.admit()
+    table = np.zeros((NUM_ROWS + 1, ledger.pages_per_row(0) * 4), np.int32)
+    launch_into(ledger, ledger.prepare_extend([row], [5]).step, table)
+    plan = ledger.prepare_extend([ledger.admit()], [5])
+    before, cells = ledger.digest, table.copy()
+    with pytest.raises(OrderError, match=rf"step {plan.step} is not launched: launch or cancel it"):
+        decode_into(ledger, [row], 1, table)
+    assert (ledger.digest, (table == cells).all()) == (before, True)
+    launch_into(ledger, plan.step, table)
+    child = ledger.fork(row)
+    before, cells = ledger.digest, table.copy()
+    with pytest.raises(OrderError, match="the next step carries page copies, 1 of them"):
+        decode_into(ledger, [row], 1, table)
+    assert (ledger.digest, (table == cells).all()) == (before, True)
+    plan = ledger.prepare_extend([child], [6])
+    assert len(plan.page_copies) == 1
+    launch_into(ledger, plan.step, table)
+    states = [StateGroup("ssm", num_slots=4)]
+    with_states = Ledger(
+        [Group("kv", page_size=4, num_pages=60)],
+        [Shape(3, 1, 4)],
+        num_rows=2,
+        max_context_len=60,
+        states=states,
+        digest=True,
+    )
+    row = with_states.admit()
+    table = np.zeros((3, with_states.pages_per_row(0) * 4), np.int32)
+    launch_into(with_states, with_states.prepare_extend([row], [5]).step, table)
+    before, cells = with_states.digest, table.copy()
+    with pytest.raises(ShapeError, match='a step with state group "ssm" has slots to read'):
+        decode_into(with_states, [row], 1, table)
+    assert (with_states.digest, (table == cells).all()) == (before, True)

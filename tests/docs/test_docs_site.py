@@ -35,6 +35,7 @@ MODULES = {
     "specpool.kernels": ("kernels/__init__.py", "kernels"),
     "specpool.testing": ("testing/__init__.py", "testing"),
     "specpool.metrics": ("metrics.py", "metrics"),
+    "specpool.slot_table": ("slot_table.py", "slot_table"),
     "specpool._core": ("_core.pyi", "core"),
 }
 HOST = ("tier", "copies", "reload")

@@ -89,6 +89,7 @@ OURS = {
     "sglang-reserve": (),
     "sglang-rows": (),
 }
+#: CPU seconds of a child: what else the machine does must not end it.
 SECONDS = 120
 NO_END = f"no end within {SECONDS} s"
 COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -256,7 +257,7 @@ def verdict(engine: str, mutant: Mutant) -> dict[str, Any]:
     child = os.fork()
     if not child:
         try:
-            signal.alarm(SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
             apply(engine, mutant)
             proof: Any = importlib.import_module(PROOFS[engine])

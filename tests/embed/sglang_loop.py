@@ -228,13 +228,14 @@ class Loop(Scheduler):
             chunked_prefill_size=setup.chunk_size,
             tree_components=(ComponentType.FULL,),
         )
-        if hasattr(parameters, "tree_core_backend"):
-            parameters.tree_core_backend = "python"
         self.tree_cache = (
             UnifiedRadixCache(parameters)
             if setup.cache or IS_DISABLED_BY_TREE
             else without_cache(parameters)
         )
+        # SGLang takes another one, with a line in its log, if it cannot load the one it is told.
+        tree_core = os.environ.get("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND")
+        assert tree_core in (None, self.tree_cache._tree_core_backend)
         self.max_total_num_tokens = size
 
     def _init_engine(self) -> None:

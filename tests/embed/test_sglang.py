@@ -41,6 +41,15 @@ def test_level_rows_on_an_older_sglang(release: str) -> None:
     run_cases("sglang", cases, imports=["sglang_loop"], release=release)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("tree_core", ["rust", "python"])
+def test_on_each_of_sglangs_tree_cores(tree_core: str) -> None:
+    """The one in Rust is SGLang's default, and needs a newer torch than the other tests have."""
+    groups = [[f"sglang_{cases}_cases.py"] for cases in ("loop", "rows")]
+    run_cases("sglang", *groups, imports=["sglang_loop"], tree_core=tree_core)
+
+
 def test_sglang_finds_the_entry_point() -> None:
     (entry,) = importlib.metadata.entry_points(group="sglang.srt.plugins", name="specpool")
     assert entry.load() is specpool.plugins.sglang.register

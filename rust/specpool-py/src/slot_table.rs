@@ -73,6 +73,7 @@ pub fn decode_into(
     let shapes = per_row("shapes", shapes, rows.len())?;
     let mut table = SlotTable::new(&ledger, slot_table)?;
     let plan = ledger.change(|ledger| {
+        ledger.check_lone_decode()?;
         let plan = ledger.prepare_decode(&rows, &shapes, true)?;
         table.launch(ledger, plan.step)?;
         Ok(plan)

@@ -13,10 +13,11 @@ import numpy.typing as npt
 import torch
 
 from specpool import Group, Ledger, OutOfPages, Shape, SpecpoolError
-from specpool._core import decode_into, launch_into, round_slots, sizing_row_width, slot_ranges
+from specpool._core import sizing_row_width
 from specpool.plugins import record
 from specpool.plugins.sglang import limits
 from specpool.plugins.sglang.allocator import AllocatorError, upload
+from specpool.slot_table import decode_into, launch_into, round_slots, slot_ranges
 
 _I32 = npt.NDArray[np.int32]
 #: The ledger's index of the one shape.
@@ -28,14 +29,15 @@ MAX_LIST = 16
 class Book:
     """The ledger of a row pool and an allocator, and the rounds whose results are not in yet.
 
-    SGLang makes the row pool first, then the allocator: `Book.latest` joins them. The ledger is
-    built when both are there. There is one stream, so whatever is launched comes before all that
-    follows: each step is complete at once, and no page waits behind a fence.
+    SGLang publishes its settings, makes the row pool, then the allocator: `Book.latest` joins them.
+    The ledger is built when both are there. There is one stream, so whatever is launched comes
+    before all that follows: each step is complete at once, and no page waits behind a fence.
     """
 
     latest: Book | None = None
 
     def __init__(self, pool: Any) -> None:
+        limits.check()
         self.pool = pool
         self.allocator: Any = None
         #: SGLang's table, also while the tree reads the one on the host.
@@ -61,8 +63,7 @@ class Book:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The ledger; SGLang's settings are published before its first use."""
-        limits.check()
+        """The ledger; it is made at its first use."""
         allocator, shape = self.allocator, limits.shape()
         if allocator is None or not allocator.num_pages:
             raise AllocatorError("the row pool has no allocator with a page")

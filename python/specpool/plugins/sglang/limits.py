@@ -1,4 +1,4 @@
-"""The settings that level `rows` cannot serve, each with its reason; checked with the ledger."""
+"""The settings that level `rows` cannot serve, each with its reason; checked at start."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ def check() -> None:
     """End the process if the settings need what the ledger does not do.
 
     Raises:
-        SystemExit: one line for each reason.
+        SystemExit: they do; one line has all reasons.
     """
     if refusals := reasons(get_server_args(), get_spec()):
-        lines = "\n".join(f"specpool: SPECPOOL_SGLANG=rows: {reason}" for reason in refusals)
-        raise SystemExit(f"{lines}\nspecpool: use SPECPOOL_SGLANG=reserve or pages")
+        raise SystemExit(
+            f"specpool: SPECPOOL_SGLANG=rows leaves to SGLang: {'; '.join(refusals)}: use "
+            "SPECPOOL_SGLANG=reserve or pages"
+        )
 
 
 def shape() -> Shape:

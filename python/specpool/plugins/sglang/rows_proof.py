@@ -211,8 +211,6 @@ class RowsSide:
             chunked_prefill_size=None,
             tree_components=(ComponentType.FULL,),
         )
-        if hasattr(parameters, "tree_core_backend"):
-            parameters.tree_core_backend = "python"
         self.tree = _tree(parameters)
         self.sessions = SessionController(self.tree)
         self.held = np.zeros(self.size + page_size, np.int64)
@@ -236,14 +234,9 @@ class RowsSide:
         self, name: str, session_id: str, tokens: Sequence[int], max_new_tokens: int
     ) -> list[int]:
         """Begin a session's turn; return its prompt."""
+        if self.sessions.get(session_id) is None:
+            self.open(session_id)
         session = self.sessions.get(session_id)
-        if session is None:
-            self.sessions.open(
-                io_struct.OpenSessionReqInput(
-                    capacity_of_str_len=1 << 20, session_id=session_id, streaming=True
-                )
-            )
-            session = self.sessions.get(session_id)
         parameters = SamplingParams(max_new_tokens=max_new_tokens, temperature=0)
         parameters.normalize(None)
         asked = io_struct.TokenizedGenerateReqInput(
@@ -382,6 +375,13 @@ class RowsSide:
 
     def evict(self, num_tokens: int) -> None:
         self.tree.evict(base_prefix_cache.EvictParams(num_tokens=num_tokens))
+
+    def open(self, session_id: str) -> None:
+        self.sessions.open(
+            io_struct.OpenSessionReqInput(
+                capacity_of_str_len=1 << 20, session_id=session_id, streaming=True
+            )
+        )
 
     def close(self, session_id: str) -> None:
         self.sessions.close(io_struct.CloseSessionReqInput(session_id=session_id))
@@ -550,9 +550,24 @@ class RowsCase:
         while self.waiting or self.partial or self.running or self.rounds:
             yield from self._prefill()
             yield from self._round()
-        for session_id in [] if self.is_tight else ["a", "b"]:
-            yield Operation("close", (session_id,))
+        if not self.is_tight:
+            yield from self._short_sessions()
+            for session_id in ("a", "b", "c", "d"):
+                yield Operation("close", (session_id,))
         yield Operation("end")
+
+    def _short_sessions(self) -> Operations:
+        """A session whose second turn begins behind one token, and one without a turn.
+
+        That turn is prefilled beside a request that begins behind none.
+        """
+        first, second, request = (str(next(self.numbers)) for _ in range(3))
+        yield Operation("turn", (first, "c", [3], 1))
+        yield Operation("prefill", ([first], [False]))
+        yield Operation("turn", (second, "c", [4], 1))
+        yield Operation("send", (request, [6], 1))
+        yield Operation("prefill", ([request, second], [False, False]))
+        yield Operation("open", ("d",))
 
     def _send(self) -> Operations:
         rng, name = self.rng, str(next(self.numbers))

@@ -281,6 +281,24 @@ impl Ledger {
         self.rows.check_live(row.0).ok().and_then(|row| self.rows.checkpoint(row))
     }
 
+    /// Checks that a decode prepared now could be launched at once, and that nobody has to read its plan.
+    ///
+    /// # Errors
+    /// [`Error::Order`] when another step waits to be launched, or page copies wait for the next step; [`Error::Shape`]
+    /// when there is a state group.
+    pub fn check_lone_decode(&self) -> Result<()> {
+        if let Some(group) = self.state_groups().first() {
+            return Err(Error::Shape(format!("a step with state group {:?} has slots to read and write", group.name)));
+        }
+        if let Some(record) = self.steps.unlaunched().next() {
+            return Err(Error::Order(format!("step {} is not launched: launch or cancel it first", record.plan.step)));
+        }
+        if !self.copies.is_empty() {
+            return Err(Error::Order(format!("the next step carries page copies, {} of them", self.copies.len())));
+        }
+        Ok(())
+    }
+
     /// What the state groups were built from; at most one.
     #[must_use]
     pub fn state_groups(&self) -> &[StateGroup] {
