@@ -235,7 +235,7 @@ class Loop(Scheduler):
         )
         # SGLang takes another one, with a line in its log, if it cannot load the one it is told.
         tree_core = os.environ.get("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND")
-        assert tree_core in (None, self.tree_cache._tree_core_backend)
+        assert tree_core is None or self.tree_cache._tree_core_backend == tree_core
         self.max_total_num_tokens = size
 
     def _init_engine(self) -> None:
