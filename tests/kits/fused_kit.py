@@ -106,7 +106,7 @@ def reading(counts: list[tuple[int, int]], page_size: int) -> Any:
     """A reader that notes how many pages it reads, and its room; it spoils the rest."""
 
     def read(keys: Tensor, values: Tensor, pages: Tensor) -> list[Tensor]:
-        assert pages.dtype == torch.int32
+        assert pages.dtype == torch.int32 and pages.is_contiguous()
         counts.append((int((pages >= 0).sum()), len(pages)))
         return [
             torch.where(

@@ -248,7 +248,8 @@ class AttentionView:
             pages = pages[:, first : last + 1]
             lo, hi = lo - first * size, self.decode_len - first * size
         if self.reader is not None:
-            return Reads(pages.reshape(-1), 0, lo, hi, mask, self.reader)
+            # One column of a wider table is not contiguous, and `reshape` would not copy it.
+            return Reads(pages.reshape(-1).contiguous(), 0, lo, hi, mask, self.reader)
         return self._reads_of(pages, lo, hi, mask)
 
     def run_of(self, lane: int, end: int) -> Reads:
