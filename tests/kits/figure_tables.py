@@ -347,11 +347,25 @@ def profile(record: Record) -> Iterator[str]:
     yield f"\n{record.said()}"
 
 
+def recurrent_rates(record: Record) -> Iterator[str]:
+    columns: dict[str, dict[str, str]] = {}
+    for result in record.results:
+        family, batch, _, accepted = result["name"].split(", ")
+        rates = columns.setdefault(f"{family}, {batch}", {})
+        rates["accept length"] = accepted.removeprefix("accept length ")
+        rates[f"speed, {result['reference']} = 1"] = f"{result['ratio']:.2f}"
+    names = list(next(iter(columns.values())))
+    rows = {name: [rates[name] for rates in columns.values()] for name in names}
+    yield from table("a chain of 3", list(columns), rows)
+    yield f"\n{record.said()}"
+
+
 #: For each page: its tables by their marks, each with the record that it is of.
 PAGES: dict[str, dict[str, tuple[str, Callable[[Record], Iterator[str]]]]] = {
     "embed": {"verbs": ("cpu-embed", verbs), "managers": ("cpu-embed", managers)},
     "engine": {
         "states": ("cpu-states", states),
+        "recurrent": ("cpu-recurrent", recurrent_rates),
         "peers": ("cpu-peers", peers),
         "peers-llama-cpp": ("cpu-peers-llama-cpp", peers),
         "peers-plain": ("cpu-peers-plain", peers),
