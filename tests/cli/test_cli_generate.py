@@ -207,7 +207,7 @@ def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
 
     A fifth of the texts differ; which ones, depends on the processor.
     """
-    options = ["-n", "40", "--dtype", "bfloat16"]
+    options = ["-n", "60", "--dtype", "bfloat16"]
     for prompt in corpus.prompts(24):
         options += ["-p", bytes(prompt).decode()]
     code, out, err = call(capsys, "generate", "--json", "--compare", *options)
