@@ -406,8 +406,8 @@ class PastPlayer(Player):
 
     def tokens_of(self, tokens: list[int]) -> Any:
         """Return tokens as this release keeps them: lists, arrays since 0.5.13."""
-        kept = io_struct.TokenizedGenerateReqInput.__annotations__["input_ids"]
-        return array("q", tokens) if "array" in str(kept) else tokens
+        annotation = io_struct.TokenizedGenerateReqInput.__annotations__["input_ids"]
+        return array("q", tokens) if "array" in str(annotation) else tokens
 
 
 def evict_all(tree: Any) -> None:

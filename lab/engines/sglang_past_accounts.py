@@ -37,7 +37,7 @@ class PastAccounts:
     def views(self, requests: Iterable[Any]) -> dict[str, EngineView]:
         """Return the pools as the laws see them; `requests` are all that ever came."""
         requests, pool = list(requests), self.loop.req_to_token_pool
-        own: dict[str, dict[str, list[list[int]]]] = {name: {} for name in self.pools}
+        holdings: dict[str, dict[str, list[list[int]]]] = {name: {} for name in self.pools}
         taken: dict[str, list[list[int]]] = {}
         extents = {}
         free = list(pool.free_slots)
@@ -49,24 +49,24 @@ class PastAccounts:
             taken[name] = [[holder.req_pool_idx]]
             row = pool.req_to_token[holder.req_pool_idx]
             begin, end = holder.cache_protected_len, holder.kv_allocated_len
-            self._name(own, name, row[begin:end])
+            self._name(holdings, name, row[begin:end])
             extents[name] = Extent(begin, holder.kv_committed_len, end, len(row))
         entries = []
         locked = {}
         for name, node, text, end in self._nodes():
-            self._name(own, name, node.value, bool(getattr(node, "swa_tombstone", False)))
+            self._name(holdings, name, node.value, bool(getattr(node, "swa_tombstone", False)))
             entries += list(self._entries(name, node.value, text, end))
             locks = getattr(node, "lock_ref", getattr(node, "full_lock_ref", 0))
             locked[name] = (locks, locks)  # who lives is not told by old releases
         views = {}
         for name, pages in self.pools.items():
             if not counts_lengths:  # old releases keep no lengths
-                own[name] = {f"page {page}": [[page]] for page in pages.accounts.held()}
+                holdings[name] = {f"page {page}": [[page]] for page in pages.accounts.held()}
             views[name] = EngineView(
                 pages.accounts,
                 pages.free_pages(),
                 pages.allocator.available_size() // self.page_size,
-                own[name],
+                holdings[name],
                 {},
                 {},
                 entries=entries if name == "pages" else None,
@@ -78,16 +78,16 @@ class PastAccounts:
 
     def _name(
         self,
-        own: dict[str, dict[str, list[list[int]]]],
+        holdings: dict[str, dict[str, list[list[int]]]],
         name: str,
         slots: Any,
         is_tombstone: bool = False,
     ) -> None:
-        own["pages"][name] = [self.pools["pages"].pages_of(slots)]
+        holdings["pages"][name] = [self.pools["pages"].pages_of(slots)]
         if self.window is not None and not is_tombstone:
             mapping = self.loop.token_to_kv_pool_allocator.full_to_swa_index_mapping
             mapped = mapping[slots.long()]
-            own["window"][name] = [self.pools["window"].pages_of(mapped[mapped > 0])]
+            holdings["window"][name] = [self.pools["window"].pages_of(mapped[mapped > 0])]
 
     def _holders(self, requests: Iterable[Any]) -> dict[str, Any]:
         """What holds a row, each row once: a turn borrows the one of its session."""

@@ -12,6 +12,7 @@ import os
 import re
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container
 from typing import Any
@@ -90,11 +91,11 @@ def played(player_of: Callable[[Case], Player], case: Case) -> list[Finding]:
     # What reaches a request outside of the session is the worse fault.
     read.sort(key=lambda found: "turn" in found.where)
     leaks = [Finding("conservation", "idle", text + note) for text in player.leaks()]
-    own = [
+    misuses = [
         dataclasses.replace(alarm, text=alarm.text + note)
         for alarm in player.accounts.device.findings
     ]
-    return [*read, *own, *player.findings, *leaks, *findings]
+    return [*read, *misuses, *player.findings, *leaks, *findings]
 
 
 def _waits(session: Any) -> bool:
@@ -137,7 +138,7 @@ def _content(text: str, turns: Container[str]) -> Finding:
     return Finding("rows", f"a step of {reader}", text)
 
 
-class Player:
+class Player(ABC):
     """Stands for the traffic of the loop: plays the verbs, and looks at what is said."""
 
     def __init__(self, case: Case) -> None:
@@ -163,43 +164,43 @@ class Player:
 
     # What differs between ranges of releases.
 
+    @abstractmethod
     def make_loop(self) -> Any:
         """Return the scheduler of the case."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_accounts(self) -> Any:
         """Return the accounts of its pools."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self) -> None:
         """Run the scheduler's own loop until the case is over."""
-        raise NotImplementedError
 
+    @abstractmethod
     def leaks(self) -> list[str]:
         """Return what the scheduler's own sums say."""
-        raise NotImplementedError
 
+    @abstractmethod
     def arrive(
         self, name: str, tokens: list[int], most: int, adapter: int, session: str | None
     ) -> None:
         """A request comes; what the scheduler makes of it goes to `admit`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def slots(self) -> dict[str, Any]:
         """Return what sessions hold, by their names."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pause(self, mode: str) -> None:
         """Generation stops; `retract` gives all KV back."""
-        raise NotImplementedError
 
+    @abstractmethod
     def resume(self) -> None:
         """Generation goes on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def flush(self) -> None:
         """The caches are emptied, if the engine thinks that it is idle."""
-        raise NotImplementedError
 
     # What is known of wrong reads.
 

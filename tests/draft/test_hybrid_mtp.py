@@ -76,8 +76,8 @@ class PlainHybrid:
         state = load_file(folder / "model.safetensors")
         self.projection = state["mtp.fc.weight"]
         decoder = self.target.model
-        own = state.get("mtp.embed_tokens.weight")
-        self.embedding = decoder.embed_tokens.weight if own is None else own
+        embedding = state.get("mtp.embed_tokens.weight")
+        self.embedding = decoder.embed_tokens.weight if embedding is None else embedding
         self.token_norm, self.hidden_norm, self.norm, self.layer = (
             copy.deepcopy(module) for module in (*[decoder.norm] * 3, decoder.layers[1])
         )

@@ -101,6 +101,8 @@ class Mixers:
             else self._run_groups(number, lanes, tokens, run)
             for lanes, tokens in zip(self._lanes, torch.split(hidden_states[0], sizes), strict=True)
         ]
+        if len(results) == 1:
+            return results[0]
         if isinstance(results[0], Tensor):
             return torch.cat(results, 1)
         return tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))
