@@ -196,7 +196,7 @@ def test_a_long_prompt_leaves_states_on_its_way(
     references: dict[str, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: chunks that end far enough from the last state keep theirs, others do not."""
-    monkeypatch.setattr(state_cuts, "_MOST_BETWEEN", 32)
+    monkeypatch.setattr(state_cuts, "USUAL_ROW_TOKENS", 32)
     with running(references, "bamba", prefill_tokens=16) as runner:
         runner.run([PROMPT])
         lens = [num_tokens for _, _, num_tokens in runner.engine.ledger.index_states(0)]

@@ -112,7 +112,7 @@ class Schedule:
         }
         if self.draft == "block":  # it drafts chains of its own length
             self.options |= {"shape": Shape.eagle(3, 1, 4), "shapes": ()}
-        monkeypatch.setattr(state_cuts, "_MOST_BETWEEN", rng.choice([3, 17, 50, 2048]))
+        monkeypatch.setattr(state_cuts, "USUAL_ROW_TOKENS", rng.choice([3, 17, 50, 2048]))
         for module in (state_cuts, prefix_cache):
             monkeypatch.setattr(module, "WORTH_WAITING", rng.choice([0, 4, 32]))
         self.prompts = [self.random_text(40)]

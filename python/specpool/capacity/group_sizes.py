@@ -30,6 +30,9 @@ Layout = Literal["auto", "dense", "holey"]
 
 #: The default of `EngineConfig.max_batch` on a CPU.
 DEFAULT_BATCH = 8
+#: Tokens of a usual row: what a request is reckoned to hold, and the least between two states of a
+#: long prompt.
+USUAL_ROW_TOKENS = 2048
 # The part of the bytes beside the running rows' states that sessions and the prefix cache may take
 # for states.
 _SHARE_OF_KEPT_STATES = 4

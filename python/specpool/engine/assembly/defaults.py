@@ -8,15 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from specpool.capacity.group_sizes import DEFAULT_BATCH
+from specpool.capacity.group_sizes import DEFAULT_BATCH, USUAL_ROW_TOKENS
 from specpool.capacity.layer_kv import LayerKV
 from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.config import MOST_BATCH, EngineConfig
 from specpool.engine.draft import Drafter
 from specpool.num_bytes import show_bytes
-
-# Tokens that a request is reckoned to hold, where the batch follows from the memory.
-_TOKENS_OF_ROW = 2048
 
 _log = logging.getLogger("specpool")
 
@@ -52,7 +49,7 @@ def with_defaults(
     if max_batch is None:
         max_batch = DEFAULT_BATCH
         if on_cuda:
-            num_tokens = min(_TOKENS_OF_ROW, max_context_len)
+            num_tokens = min(USUAL_ROW_TOKENS, max_context_len)
             if config.num_pages is None:
                 row_bytes = num_tokens * sum(layer.bytes_per_token(itemsize) for layer in layers)
                 row_bytes += 0 if states is None else states.slot

@@ -9,16 +9,13 @@ text that was computed before or that a waiting request begins with, and every f
 from __future__ import annotations
 
 from specpool._core import Ledger
+from specpool.capacity.group_sizes import USUAL_ROW_TOKENS
 from specpool.engine.scheduler.config import SchedulerConfig
 from specpool.engine.scheduler.queues import Running
 from specpool.engine.scheduler.request import Request
 
 # A cut, and the wait for one, is for more than this many tokens.
 WORTH_WAITING = 32
-
-# A long prompt has a cut after at least this many tokens. A state takes the memory of thousands of
-# tokens' KV, and more states would only push each other out of the slots.
-_MOST_BETWEEN = 2048
 
 # One token after the other takes about this many times longer than all at once: measured on jamba,
 # mamba and zamba, of random weights, on a CPU.
@@ -66,7 +63,8 @@ class StateCuts:
         start = request.prefilled_len
         end = min((cut for cut in request.cuts if start < cut <= end), default=end)
         last = max((cut for cut in request.cuts if cut <= start), default=request.shared_len)
-        if end - last >= _MOST_BETWEEN:
+        # A state takes the memory of thousands of tokens' KV: more would push each other out.
+        if end - last >= USUAL_ROW_TOKENS:
             request.cuts.add(end)
         return end
 

@@ -17,6 +17,7 @@ import torch
 
 from specpool import kernels
 from specpool._core import Ledger
+from specpool.capacity.group_sizes import USUAL_ROW_TOKENS
 from specpool.engine.memory.host.copy_cost import CopyCost
 from specpool.engine.memory.host.handle import Moves
 from specpool.engine.memory.host.pages import Pages
@@ -34,8 +35,6 @@ _PORTABLE = 1
 # repetition warms up.
 _TIMED_BYTES = 4 << 20
 _NUM_TIMED = 4
-# Tokens of a usual row. The scheduler keeps states of a long prompt as far apart.
-_SLOT_TOKENS = 2048
 
 
 def whole_row_pages(ledger: Ledger) -> list[int]:
@@ -107,7 +106,7 @@ class HostMemory:
         """Return the host pages of each group, and the state slots: for rows of usual length.
 
         A row of the whole context may have hundreds of times a state's bytes, and most rows are
-        shorter. So there is a slot for every `_SLOT_TOKENS` tokens of KV, or for as many as take a
+        shorter. So there is a slot for every `USUAL_ROW_TOKENS` tokens of KV, or for as many as take a
         state's bytes.
         """
         *kv_needs, _ = needs
@@ -115,7 +114,7 @@ class HostMemory:
         if not kv_bytes:
             num_slots = host_bytes // slot_bytes
             return [*(num_slots * need for need in kv_needs), num_slots]
-        usual_bytes = max(_SLOT_TOKENS * kv_bytes // context_len, slot_bytes)
+        usual_bytes = max(USUAL_ROW_TOKENS * kv_bytes // context_len, slot_bytes)
         num_slots = host_bytes // (slot_bytes + min(usual_bytes, kv_bytes))
         num_slots = max(min(num_slots, (host_bytes - kv_bytes) // slot_bytes), 1)
         kv_room = host_bytes - num_slots * slot_bytes
