@@ -363,9 +363,11 @@ def recurrent_rates(record: Record) -> Iterator[str]:
 #: For each page: its tables by their marks, each with the record that it is of.
 PAGES: dict[str, dict[str, tuple[str, Callable[[Record], Iterator[str]]]]] = {
     "embed": {"verbs": ("cpu-embed", verbs), "managers": ("cpu-embed", managers)},
-    "engine": {
+    "recurrent": {
         "states": ("cpu-states", states),
         "recurrent": ("cpu-recurrent", recurrent_rates),
+    },
+    "cpu_speed": {
         "peers": ("cpu-peers", peers),
         "peers-llama-cpp": ("cpu-peers-llama-cpp", peers),
         "peers-plain": ("cpu-peers-plain", peers),
