@@ -143,6 +143,7 @@ CASES = (
 )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES)
 def test_a_greedy_text_is_that_of_generate(model, plain, says, case):
     """Plain, drafted, and by the door; a file's own values change the text, or are idle in both."""

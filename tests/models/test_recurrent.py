@@ -458,7 +458,7 @@ def test_a_retracted_row_comes_back_from_the_host(reference, depth):
         assert 0 < host.reload_ct == host.offload_ct
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("draft", [None, "scripted"])
 @pytest.mark.parametrize("depth", [0, 1])

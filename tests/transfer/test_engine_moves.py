@@ -541,7 +541,7 @@ def hybrid_cases():
                 yield pytest.param(family, kind, page_size, params, depth, marks=marks, id=name)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "kind", "page_size", "params", "depth"), [*hybrid_cases()])
 def test_a_row_moves_with_its_recurrent_state(family, kind, page_size, params, depth):
     """A session between two turns and in mid-turn, and a request in mid-text."""
