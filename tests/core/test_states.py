@@ -212,7 +212,7 @@ def test_a_broken_rule_is_noticed(plant):
             pass
 
     examples = settings(
-        SETTINGS, max_examples=200, phases=[Phase.generate], report_multiple_bugs=False
+        SETTINGS, max_examples=2000, phases=[Phase.generate], report_multiple_bugs=False
     )
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Planted, settings=examples)
