@@ -41,7 +41,7 @@ from specpool.engine.models.recurrent import (
 from specpool.engine.models.state_outline import outline_states
 from specpool.engine.worker import forward
 from specpool.errors import OutOfMemory
-from specpool.kernels.state_lanes import StateLanes
+from specpool.kernels.state_lanes import MAX_NODES, StateLanes
 from specpool.testing import assert_no_page_leaked
 
 CHAIN = Shape.eagle(3, 1, 4)
@@ -658,17 +658,27 @@ def test_a_long_chunk_is_scanned_by_no_kernel(monkeypatch):
     assert TREE.num_draft_tokens <= max(scanned) <= 12
 
 
+#: What kernels cannot run, and what the log says of each.
+KERNEL_FAULTS = {
+    "wide keys": "the width of q must be in [1, 256], got 257",
+    "long convolution": "the width of weight must be in [1, 8], got 9",
+    "another decay": "differ by",
+    "another name": "unexpected keyword argument 'g'",
+    "another state": "differ by",
+    "a short fold": "differ by",
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "fault",
-    ["none", "wide keys", "another decay", "another name", "another state", "a short fold"],
-)
-def test_mixers_that_kernels_cannot_run_are_found_out(fault, dtype, monkeypatch):
+@pytest.mark.parametrize("fault", ["none", *KERNEL_FAULTS])
+def test_mixers_that_kernels_cannot_run_are_found_out(fault, dtype, monkeypatch, caplog):
     """Law: a kernel runs a mixer only if it gives the model's own logits and states."""
     monkeypatch.setattr(mixers, "runs_kernels", lambda device: True)
     config = make_config("qwen3_next")
     if fault == "wide keys":
         config.linear_key_head_dim = 257
+    elif fault == "long convolution":
+        config.linear_conv_kernel_dim = 9
     elif fault == "another decay":
         rule = LaneForward._delta_rule
 
@@ -690,6 +700,16 @@ def test_mixers_that_kernels_cannot_run_are_found_out(fault, dtype, monkeypatch)
         monkeypatch.setattr(StateLanes, "build", other_lanes)
     with TargetModel.from_pretrained(make_model(config).to(dtype)) as target:
         assert target.mixers.has_kernels == (fault == "none")
+    reasons = [record.getMessage() for record in caplog.records if "no kernels" in record.msg]
+    assert [KERNEL_FAULTS[fault] in reason for reason in reasons] == [True] * (fault != "none")
+
+
+def test_a_tree_that_no_kernel_takes_is_refused(monkeypatch):
+    monkeypatch.setattr(mixers, "runs_kernels", lambda device: True)
+    reference = Reference(make_model(make_config("lfm2")))
+    shape = Shape.eagle(12, 8, MAX_NODES + 1)
+    with pytest.raises(ConfigError, match=f"has {MAX_NODES + 1} nodes.* at most {MAX_NODES}"):
+        build(reference, scripted(reference), shape=shape)
 
 
 @pytest.mark.sample(1)

@@ -545,6 +545,18 @@ specpool_status specpool_ledger_known_prefix(specpool_ledger ledger,
                                              int64_t limit,
                                              int32_t *len);
 
+// The state slot that specpool_ledger_admit_cached would share, and the tokens that it contains; both 0 if there is none.
+// With these tokens less one as the next `limit` it walks the states of a text, from the longest on. O(tokens).
+// The arrays have the lengths that are said; `slot` and `len` point to a number each.
+specpool_status specpool_ledger_match_state(specpool_ledger ledger,
+                                            const int32_t *tokens,
+                                            size_t num_tokens,
+                                            const uint8_t *salt,
+                                            size_t salt_len,
+                                            int64_t limit,
+                                            int32_t *slot,
+                                            int32_t *len);
+
 // Adds the row's tokens to the prefix index and writes how many the index knows. O(tokens).
 // The arrays have the lengths that are said; `known`, which may be NULL, points to a number.
 specpool_status specpool_ledger_index(specpool_ledger ledger,

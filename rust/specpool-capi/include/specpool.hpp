@@ -145,6 +145,13 @@ class Ledger : public Owner<specpool_ledger, specpool_ledger_destroy> {
     must(specpool_ledger_known_prefix(handle_, tokens.data(), tokens.size(), bytes(salt), salt.size(), limit, &len));
     return len;
   }
+  // The state slot that admit_cached would share, and the tokens that it contains; zeros if there is none.
+  std::pair<int32_t, int32_t> match_state(const Ints &tokens, const std::string &salt = {}, int64_t limit = -1) const {
+    int32_t slot, len;
+    must(specpool_ledger_match_state(handle_, tokens.data(), tokens.size(), bytes(salt), salt.size(), limit, &slot,
+                                     &len));
+    return {slot, len};
+  }
   void forget(const std::string &salt) { must(specpool_ledger_forget(handle_, bytes(salt), salt.size())); }
   void forget_all() { must(specpool_ledger_forget_all(handle_)); }
   int32_t fork(int32_t parent, const char *tag = nullptr) {

@@ -323,6 +323,33 @@ pub unsafe extern "C" fn specpool_ledger_known_prefix(
     })
 }
 
+/// The state slot that specpool_ledger_admit_cached would share, and the tokens that it contains; both 0 if there is none.
+/// With these tokens less one as the next `limit` it walks the states of a text, from the longest on. O(tokens).
+///
+/// # Safety
+/// The arrays have the lengths that are said; `slot` and `len` point to a number each.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn specpool_ledger_match_state(
+    ledger: Ledger,
+    tokens: *const i32,
+    num_tokens: usize,
+    salt: *const u8,
+    salt_len: usize,
+    limit: i64,
+    slot: *mut i32,
+    len: *mut i32,
+) -> Status {
+    guard(|| unsafe {
+        has_room("slot", slot, 1, 1)?;
+        has_room("len", len, 1, 1)?;
+        let (tokens, salt) = (read("tokens", tokens, num_tokens)?, read("salt", salt, salt_len)?);
+        let limit = length_limit(limit)?;
+        let (indexed, held_len) = LEDGERS.with(ledger.id, |ledger| Ok(ledger.match_state(tokens, salt, limit)?))?;
+        put("slot", indexed.0, slot)?;
+        put("len", held_len, len)
+    })
+}
+
 fn length_limit(limit: i64) -> Outcome<Option<i32>> {
     optional("limit", limit)?.map_or(Ok(None), |limit| match i32::try_from(limit) {
         Ok(limit) => Ok(Some(limit)),

@@ -191,6 +191,9 @@ int main(void) {
   REFUSED(specpool_ledger_prepare_extend_keeping(ledger, &row, (int32_t[]){9}, 1, NULL, 1, true, &plan), SPECPOOL_BAD_ARGUMENT, "keep is NULL");
   REFUSED(specpool_ledger_known_prefix(ledger, NULL, 3, NULL, 0, -1, &hit), SPECPOOL_BAD_ARGUMENT, "tokens is NULL");
   REFUSED(specpool_ledger_known_prefix(ledger, (int32_t[]){1, 2}, 2, NULL, 0, 3, &hit), SPECPOOL_BAD_ARGUMENT, "[0, 2], got 3");
+  REFUSED(specpool_ledger_match_state(ledger, NULL, 3, NULL, 0, -1, &hit, &hit), SPECPOOL_BAD_ARGUMENT, "tokens is NULL");
+  REFUSED(specpool_ledger_match_state(ledger, (int32_t[]){1, 2}, 2, NULL, 0, 3, &hit, &hit), SPECPOOL_BAD_ARGUMENT, "[0, 2], got 3");
+  REFUSED(specpool_ledger_match_state(ledger, (int32_t[]){1, 2}, 2, NULL, 0, -1, NULL, &hit), SPECPOOL_BAD_ARGUMENT, "slot is NULL");
   REFUSED(specpool_ledger_take_delta(ledger, 1, 5, NULL, NULL, NULL, 0, &count), SPECPOOL_BAD_ARGUMENT, "group 5");
   DONE(specpool_ledger_prepare_extend(ledger, &row, (int32_t[]){9}, 1, true, &plan));
   if (plan.num_lanes != 1 || plan.new_len[0] != 9 || plan.allocated_after[0] != 12) return 1;

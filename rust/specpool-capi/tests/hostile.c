@@ -208,7 +208,11 @@ int main(int argc, char **argv) {
         status = specpool_ledger_prepare_extend_keeping(l, one, two, n, told, any(4) && told ? any(2) : count_of(told, true), any(4) > 0, out(&plan));
         if (status == SPECPOOL_OK) step = plan.step;
         break;
-      case 57: reads = true, status = specpool_ledger_known_prefix(l, told, m, salt, salt_len, number(), out(&len)); break;
+      case 57:
+        reads = true;
+        if (any(2)) status = specpool_ledger_known_prefix(l, told, m, salt, salt_len, number(), out(&len));
+        else status = specpool_ledger_match_state(l, told, m, salt, salt_len, number(), out(a), out(&len));
+        break;
       case 58: reads = true, status = specpool_ledger_state_group(l, any(4) ? 0 : (size_t)number(), out(&states_info)); break;
       case 59: reads = true, status = specpool_ledger_row_state(l, any(4) ? 0 : (size_t)number(), some_row(), out(&row_states_info)); break;
       case 55:

@@ -60,11 +60,19 @@ static void run(const specpool_plan *plan, size_t lane, const int32_t *tokens, i
 
 // One request: a prompt, and an answer in rounds that draft a chain of two. Returns how many prompt tokens it computed.
 static int32_t serve(const int32_t *tokens, bool keeps) {
-  int32_t row, hit, known, len;
+  int32_t row, hit, known, len, slot;
   specpool_plan plan;
+  specpool_row_state_info state;
+  must(specpool_ledger_match_state(ledger, tokens, PROMPT, NULL, 0, -1, &slot, &len));
   must(specpool_ledger_known_prefix(ledger, tokens, PROMPT, NULL, 0, -1, &known));
   must(specpool_ledger_admit_cached(ledger, tokens, PROMPT, NULL, 0, -1, false, "request", &row, &hit));
   expect(hit <= known, "a hit goes no further than the KV");
+  must(specpool_ledger_row_state(ledger, 0, row, &state));
+  expect(len == hit && slot == state.slot && (slot == 0) == (hit == 0), "the row shares the slot that was named");
+  if (hit > 0) {
+    must(specpool_ledger_match_state(ledger, tokens, PROMPT, NULL, 0, len - 1, &slot, &len));
+    expect(slot == 0 && len == 0, "the text has no shorter state");
+  }
   memcpy(texts[row], tokens, (size_t)hit * sizeof *tokens);
   int32_t new_len = PROMPT, lane = 0;
   must(specpool_ledger_prepare_extend_keeping(ledger, &row, &new_len, 1, &lane, keeps, true, &plan));
@@ -90,7 +98,6 @@ static int32_t serve(const int32_t *tokens, bool keeps) {
     must(specpool_ledger_complete(ledger, plan.step));
     len += accepted;
   }
-  specpool_row_state_info state;
   must(specpool_ledger_row_state(ledger, 0, row, &state));
   expect(state.len <= len && len - state.len <= (int32_t)ring_len && state.num_soft_marks == 0, "what is not folded is recorded");
   must(specpool_ledger_index(ledger, row, tokens, (size_t)len, NULL, 0, NULL));

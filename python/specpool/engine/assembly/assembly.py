@@ -35,6 +35,7 @@ from specpool.engine.worker.followers import feature_layers
 from specpool.engine.worker.graphs.capture import capture_on
 from specpool.engine.worker.worker import Worker
 from specpool.errors import ConfigError
+from specpool.kernels.state_lanes import MAX_NODES
 
 _log = logging.getLogger("specpool")
 
@@ -271,6 +272,13 @@ def _check(
 ) -> None:
     """Raise `ConfigError` if these shapes cannot be drafted or verified with the options."""
     check_trees(attention, config.page_size, shapes)
+    if target.mixers is not None and target.mixers.has_kernels:
+        for shape in shapes:
+            if shape.topk > 1 and shape.num_draft_tokens > MAX_NODES:
+                raise ConfigError(
+                    f"{shape} has {shape.num_draft_tokens} nodes, and the kernels for recurrent "
+                    f"layers take trees of at most {MAX_NODES}"
+                )
     if config.draft_window is not None and not any(drafter.layers for drafter in drafters):
         raise ConfigError(
             f"draft_window {config.draft_window} is of draft KV, and no draft keeps any: leave it "

@@ -6,6 +6,7 @@ them. If the states are not complete, the logits differ.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ from specpool.engine.models.probe import (
 )
 from specpool.engine.models.recurrent import RecurrentState, attention_layers, paged_cache
 from specpool.errors import ShapeError
+
+_log = logging.getLogger("specpool")
 
 _NUM_TOKENS = 6
 _CUT = 4  # tokens of the first forward, if the text runs in parts
@@ -112,17 +115,32 @@ def _continues(target: ProbedMixers, mixers: Mixers, lanes: Tensor, expected: li
 
 
 def _agree(target: ProbedMixers, mixers: Mixers, lanes: Tensor, expected: Sequence[Tensor]) -> bool:
-    """Return whether kernels give the second lane's logits, then its states, up to rounding."""
+    """Return whether kernels give the second lane's logits, then its states, up to rounding.
+
+    If not, log why.
+    """
     try:
         logits, states = _in_parts(target, mixers, lanes, [_CUT, 1, 1], by_kernels=True)
     # A size that no kernel takes; a call that no cache has; an argument that another release names.
-    except (ShapeError, AttributeError, TypeError):
-        return False
-    limit = probe_tolerance(target.dtype)
-    return not any(
-        bool((result - right).norm() > limit * right.norm())
-        for result, right in zip([logits, *states], expected, strict=True)
+    except (ShapeError, AttributeError, TypeError) as error:
+        reason = str(error)
+    else:
+        limit = probe_tolerance(target.dtype)
+        differences = [
+            float((result - right).norm() / right.norm())
+            for result, right in zip([logits, *states], expected, strict=True)
+            if bool((result - right).norm() > limit * right.norm())
+        ]
+        if not differences:
+            return True
+        reason = f"their results differ by {max(differences):.1e} (relative), more than {limit:.0e}"
+    _log.warning(
+        "%s: no kernels for its recurrent layers, so each round waits for the last one's lengths: "
+        "%s",
+        target.config.model_type,
+        reason,
     )
+    return False
 
 
 def first_forward(

@@ -182,3 +182,23 @@ fn the_states_of_a_common_beginning_stay_with_the_text_that_stays() {
     assert_eq!(ledger.match_prefix(&stays[..9], b"", None, false).unwrap().len, 6);
     assert_eq!(ledger.check(), Ok(()));
 }
+
+/// Both marks are on one slot, which the fork shares.
+#[test]
+fn index_ends_the_marks_of_its_row_alone() {
+    let mut ledger = Ledger::new(config(3, 1)).unwrap();
+    let extend = |ledger: &mut Ledger, row: Row, len| {
+        let step = ledger.prepare_extend_keeping(&[row.0], &[len], &[0], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        ledger.complete(step).unwrap();
+    };
+    let marks = |ledger: &Ledger, row| ledger.soft_marks(0, row).unwrap().collect::<Vec<_>>();
+    let parent = ledger.admit(None).unwrap();
+    extend(&mut ledger, parent, 6);
+    let child = ledger.fork(parent, None).unwrap();
+    extend(&mut ledger, child, 6);
+    let held = marks(&ledger, parent);
+    assert_eq!((held.len(), &marks(&ledger, child)), (1, &held));
+    ledger.index(child, &[7; 6], b"").unwrap();
+    assert_eq!((marks(&ledger, parent), marks(&ledger, child).len()), (held, 0));
+}
