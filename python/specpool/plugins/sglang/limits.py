@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang.srt.runtime_context import get_server_args, get_spec
 
@@ -19,10 +19,19 @@ def check() -> None:
         SystemExit: they do; one line has all reasons.
     """
     if refusals := reasons(get_server_args(), get_spec()):
-        raise SystemExit(
-            f"specpool: SPECPOOL_SGLANG=rows leaves to SGLang: {'; '.join(refusals)}: use "
-            "SPECPOOL_SGLANG=reserve or pages"
-        )
+        leave(*refusals)
+
+
+def leave(*refusals: str) -> NoReturn:
+    """End the process.
+
+    Raises:
+        SystemExit: always; one line has all reasons.
+    """
+    raise SystemExit(
+        f"specpool: SPECPOOL_SGLANG=rows leaves to SGLang: {'; '.join(refusals)}: use "
+        "SPECPOOL_SGLANG=reserve or pages"
+    )
 
 
 def shape() -> Shape:
