@@ -304,8 +304,21 @@ def test_decoding_without_drafts_ends_the_process_with_the_reason() -> None:
     assert line.endswith(": use SPECPOOL_SGLANG=reserve or pages")
 
 
+def test_settings_that_come_behind_the_row_pool_are_checked_with_the_ledger() -> None:
+    rows = SimpleNamespace(req_to_token=torch.zeros((3, 64), dtype=torch.int32))
+    unset = mock.patch.object(limits, "get_server_args", side_effect=ValueError("not set yet"))
+    with mock.patch.object(Book, "latest", None), unset:
+        book = Book(rows)
+    late = SimpleNamespace(**(SERVED | {"speculative_adaptive": True}))
+    with (
+        mock.patch.multiple(limits, get_server_args=lambda: late, get_spec=lambda: late),
+        pytest.raises(SystemExit, match="leaves to SGLang: an adaptive shape"),
+    ):
+        assert book.ledger
+
+
 def test_a_model_with_states_or_windows_ends_the_process_with_the_reason() -> None:
-    """Law: an allocator finds the row pool of its own; others make other rows, or two allocators."""
+    """Law: an allocator needs a row pool of its own; these have other rows, or two allocators."""
 
     def prepare(loop: Loop) -> None:
         made = functools.partial(SpecpoolRowTokenAllocator, 64, torch.float32, "cpu", None, False)
