@@ -57,7 +57,8 @@ class PoolStates(StateMemory):
 
     def num_held(self) -> int:
         """States that are not free."""
-        return self.size - self.rows.mamba_allocator.available_size()
+        num_free: int = self.rows.mamba_allocator.available_size()
+        return self.size - num_free
 
 
 def params_of(model: Recurrent, *, num_layers: int) -> Any:
@@ -87,7 +88,8 @@ def num_bytes(params: Any, size: int, num_requests: int, *, ring: bool) -> int:
         speculative_eagle_topk=1,
         enable_linear_replayssm_spec=ring,
     )
-    return round(pool.mem_usage * GB)
+    total: int = round(pool.mem_usage * GB)
+    return total
 
 
 def main() -> None:
@@ -98,7 +100,7 @@ def main() -> None:
         tracked: replay(visits, PoolStates(least, len(visits), tracked=tracked))
         for tracked in (False, True)
     }
-    answer = {}
+    answer: dict[str, dict[str, list[float]]] = {}
     for name, model in models.items():
         params = params_of(model, num_layers=model.num_layers)
         answer[name] = {}

@@ -28,6 +28,7 @@ BY_NATURE = {
     "it is not of this pool": "it caches blocks of no pool, which is refused here",
     "test_eagle_identical_prompt_hit": "its hit is a block longer here",
     "nobody holds it and it is not cached": "its hit is a block that holds nothing",
+    "what it held is forgotten": "its hit is a block that holds nothing",
 }
 #: The first start takes minutes where nothing is in the caches: it is none of a test's time.
 WARM = f"from vllm.config import ModelConfig; ModelConfig(model={MODEL!r})"
@@ -49,7 +50,7 @@ def outcomes(checkout: Path, level: str | None, folder: Path) -> dict[str, str]:
     (folder / "specpool_switch.py").write_text(SWITCH.format(level=level), "utf-8")
     path = os.pathsep.join(map(str, [ENGINE, folder, checkout]))
     switch = ["-p", "specpool_switch"] if level else []
-    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SPECPOOL_VLLM_FAULTS": "raise"}
     settings |= {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     options = ["-c", os.devnull, "--rootdir", str(checkout), "--noconftest", "-q", "--tb=line"]
     options += ["-p", "no:cacheprovider", "--continue-on-collection-errors", "--timeout", "120"]
