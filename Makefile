@@ -65,7 +65,7 @@ VLLM := 0.33.0
 engines: .engines/sglang .engines/vllm ## install SGLang (a wheel of 40 MB) and vLLM's Python (47 MB) into .engines, for the tests of the plug-ins
 
 engine-releases: engines ## fetch the releases of SGLang and vLLM (1 GB), and write down which of them each level of the plug-ins accepts
-	$(BIN)/python tests/embed/run_releases.py
+	PYTHONPATH=. $(BIN)/python tests/embed/run_releases.py
 	$(BIN)/python tests/kits/figure_tables.py --write
 
 # The releases in which published faults were last bad and first good, and today's.

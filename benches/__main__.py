@@ -219,6 +219,20 @@ def states(
     )
 
 
+@app.command("held-states")
+def held_states(
+    requests: Annotated[int, typer.Option(help="Requests that come one after the other.")] = 32,
+    accept_rate: Annotated[float, typer.Option(help="How often a draft is right.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Seed of lengths and accepts.")] = 0,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """States and draft memory of requests of hybrid models, beside vLLM's and SGLang's."""
+    from benches.held_states import held_states as run
+
+    run(requests=requests, accept_rate=accept_rate, seed=seed, json=json, plot=plot)
+
+
 @app.command("ledger")
 def ledger(
     batch: Annotated[

@@ -19,18 +19,15 @@ import multiprocessing
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
-import tarfile
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from lab.engines.releases import ROOT, fetch, release_path
+
 ENGINES = ROOT / ".engines"
-RELEASES = ENGINES / "releases"
 #: The first release of each engine that is tried, and the levels.
 FIRST = {"sglang": (0, 5, 15), "vllm": (0, 26)}
 LEVELS = {"sglang": ("pages", "reserve", "rows"), "vllm": ("blocks", "speculative")}
@@ -56,43 +53,6 @@ def versions(engine: str) -> list[str]:
 
 def _key(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)))
-
-
-def fetch(engine: str, version: str) -> Path:
-    """Return the folder with a release's Python; fetch it by pip if it is not there."""
-    folder = RELEASES / f"{engine}-{version}"
-    if folder.exists():
-        return folder
-    setup, new = RELEASES / ".setup", RELEASES / f".new-{engine}-{version}"
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", "--dest", str(new), f"{engine}=={version}"]
-    settings = dict(os.environ)
-    if engine == "sglang":  # a wheel of 40 MB
-        command += ["--only-binary", engine]
-    else:  # the source; pip runs its setup.py to learn the version
-        if not setup.exists():
-            tools = ["setuptools-scm", "setuptools-rust", "packaging", "wheel"]
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(setup)]
-            subprocess.run([*pip, *tools], check=True)
-        command += ["--no-build-isolation", "--no-binary", engine]
-        settings |= {"PYTHONPATH": str(setup), "VLLM_TARGET_DEVICE": "empty"}
-        settings |= {"VLLM_VERSION_OVERRIDE": version}
-    subprocess.run(command, check=True, env=settings)
-    (archive,) = new.iterdir()
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as wheel:
-            wheel.extractall(new)
-    else:
-        with tarfile.open(archive) as source:
-            source.extractall(new, filter="data")
-        (top,) = (path for path in new.iterdir() if path.is_dir())
-        (top / engine).rename(new / engine)
-        shutil.rmtree(top)
-    archive.unlink()
-    new.rename(folder)
-    return folder
 
 
 def tried(engine: str, folder: Path) -> list[dict[str, Any]]:
@@ -145,7 +105,9 @@ def all_of(engine: str, jobs: int) -> list[dict[str, Any]]:
     register_twice()
     results = []
     listed = versions(engine)
-    folders = [fetch(engine, version) for version in listed]
+    names = [f"{engine}-{version}" for version in listed]
+    fetch(names)
+    folders = [release_path(name) for name in names]
     workers = multiprocessing.get_context("fork").Pool(jobs)
     verdicts = workers.imap(functools.partial(tried, engine), folders, chunksize=1)
     for version, levels in zip(listed, verdicts, strict=True):

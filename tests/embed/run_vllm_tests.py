@@ -1,6 +1,6 @@
 """Run vLLM's own tests of its core, with its block pool and with ours, and print both.
 
-    .venv/bin/python tests/embed/run_vllm_tests.py .engines/vllm/source [LEVEL]
+    PYTHONPATH=. .venv/bin/python tests/embed/run_vllm_tests.py .engines/vllm/source [LEVEL]
 
 The argument is a checkout of vLLM, or its source as `make engines` unpacks it. vLLM is told that it
 was built for a CPU, and finds the configuration of one small model. Tests that need a GPU, another
@@ -9,7 +9,6 @@ model or the network fail with both. Each run takes minutes.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,9 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[2]
+from lab.engines.releases import ROOT
+from lab.engines.vllm_home import MODEL, write_home
+
 ENGINE = ROOT / ".engines" / "vllm"
 LEVELS = ("blocks", "speculative")
 #: Why a test cannot pass here, by its name or the error that it gives: see docs/vllm.md.
@@ -27,20 +28,7 @@ BY_NATURE = {
     "it is not of this pool": "it caches blocks of no pool, which is refused here",
     "test_eagle_identical_prompt_hit": "its hit is a block longer here",
     "nobody holds it and it is not cached": "its hit is a block that holds nothing",
-}
-#: The model that most tests name; its weights are never loaded.
-MODEL = "facebook/opt-125m"
-CONFIG = {
-    "architectures": ["OPTForCausalLM"],
-    "model_type": "opt",
-    "hidden_size": 768,
-    "word_embed_proj_dim": 768,
-    "ffn_dim": 3072,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 12,
-    "max_position_embeddings": 2048,
-    "vocab_size": 50272,
-    "torch_dtype": "float16",
+    "what it held is forgotten": "its hit is a block that holds nothing",
 }
 #: The first start takes minutes where nothing is in the caches: it is none of a test's time.
 WARM = f"from vllm.config import ModelConfig; ModelConfig(model={MODEL!r})"
@@ -53,27 +41,16 @@ if {level!r} == "speculative":
 """
 
 
-def prepare(folder: Path) -> None:
-    """Write what vLLM needs to start on a CPU without the network."""
-    built = folder / "vllm-0.33.0+cpu.dist-info"
-    built.mkdir()
-    (built / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0+cpu\n")
-    model = folder / "hub" / f"models--{MODEL.replace('/', '--')}"
-    for part, name, text in (("refs", "main", "1"), ("snapshots/1", "config.json", "")):
-        (model / part).mkdir(parents=True)
-        (model / part / name).write_text(text or json.dumps(CONFIG), "utf-8")
-
-
 def outcomes(checkout: Path, level: str | None, folder: Path) -> dict[str, str]:
     """Run the tests; return "passed", "skipped" or the first line of the error of each."""
     folder = folder / str(level)
     folder.mkdir()
-    prepare(folder)
+    write_home(folder, "0.33.0")
     report = folder / f"{level}.xml"
     (folder / "specpool_switch.py").write_text(SWITCH.format(level=level), "utf-8")
     path = os.pathsep.join(map(str, [ENGINE, folder, checkout]))
     switch = ["-p", "specpool_switch"] if level else []
-    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SPECPOOL_VLLM_FAULTS": "raise"}
     settings |= {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     options = ["-c", os.devnull, "--rootdir", str(checkout), "--noconftest", "-q", "--tb=line"]
     options += ["-p", "no:cacheprovider", "--continue-on-collection-errors", "--timeout", "120"]

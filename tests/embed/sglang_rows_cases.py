@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ from sglang_loop import Loop, Outcome, Setup, proved, run, run_once
 
 from specpool.plugins.sglang import drift, limits
 from specpool.plugins.sglang.allocator import AllocatorError
+from specpool.plugins.sglang.book import Book
+from specpool.plugins.sglang.row_allocator import SpecpoolRowTokenAllocator
 
 SETUPS = parts(grid([(3, 1, 4), (3, 4, 8)], (False,)), quick=4, full=12)
 #: Those of the quick run: what is summed over set-ups has the same ones in every run.
@@ -299,6 +302,36 @@ def test_decoding_without_drafts_ends_the_process_with_the_reason() -> None:
     line = outcome.error.strip().splitlines()[-1]
     assert "SPECPOOL_SGLANG=rows leaves to SGLang: decoding without drafts claims slots" in line
     assert line.endswith(": use SPECPOOL_SGLANG=reserve or pages")
+
+
+def test_settings_that_come_behind_the_row_pool_are_checked_with_the_ledger() -> None:
+    rows = SimpleNamespace(req_to_token=torch.zeros((3, 64), dtype=torch.int32))
+    unset = mock.patch.object(limits, "get_server_args", side_effect=ValueError("not set yet"))
+    with mock.patch.object(Book, "latest", None), unset:
+        book = Book(rows)
+    late = SimpleNamespace(**(SERVED | {"speculative_adaptive": True}))
+    with (
+        mock.patch.multiple(limits, get_server_args=lambda: late, get_spec=lambda: late),
+        pytest.raises(SystemExit, match="leaves to SGLang: an adaptive shape"),
+    ):
+        assert book.ledger
+
+
+def test_a_model_with_states_or_windows_ends_the_process_with_the_reason() -> None:
+    """Law: an allocator needs a row pool of its own; these have other rows, or two allocators."""
+
+    def prepare(loop: Loop) -> None:
+        made = functools.partial(SpecpoolRowTokenAllocator, 64, torch.float32, "cpu", None, False)
+        with pytest.raises(SystemExit, match="leaves to SGLang: layers with windows have slots"):
+            made()
+        with (
+            mock.patch.object(Book, "latest", None),
+            pytest.raises(SystemExit, match="leaves to SGLang: rows that have recurrent states"),
+        ):
+            made()
+
+    outcome = run(replace(BUSY, num_requests=1), prepare=prepare)
+    assert not outcome.error, outcome.error
 
 
 def test_errors_at_the_border_are_assertions() -> None:

@@ -1,6 +1,6 @@
 """The tables of figures in the docs, from the newest records.
 
-A record is what `python -m benches embed|sglang|states|vllm --json` printed, in
+A record is what `python -m benches embed|held-states|sglang|states|vllm --json` printed, in
 `benches/results/DATE-cpu-NAME.json`, or what `make gpu` or `make engine-releases` wrote; the newest
 one of each name counts.
 `python tests/kits/figure_tables.py` prints the tables; `--write` puts them into the pages between
@@ -277,17 +277,19 @@ def device_kernels(record: Record) -> Iterator[str]:
     yield f"\n{record.said()}"
 
 
+HYBRIDS = ("Qwen3-Next-80B-A3B", "Qwen3.5-397B-A17B", "Nemotron-H-8B", "Nemotron-3-Nano-30B-A3B",
+           "Falcon-Mamba-7B", "LFM2-1.2B")  # fmt: skip
+
+
+def size(num_bytes: float) -> str:
+    if num_bytes < 1e6:
+        return f"{num_bytes / 2**10:,.0f} KiB"
+    return f"{num_bytes / 2**20:,.{0 if num_bytes > 1e8 else 1}f} MiB"
+
+
 def states(record: Record) -> Iterator[str]:
-    models = ("Qwen3-Next-80B-A3B", "Qwen3.5-397B-A17B", "Nemotron-H-8B", "Nemotron-3-Nano-30B-A3B",
-              "Falcon-Mamba-7B", "LFM2-1.2B")  # fmt: skip
-
-    def size(num_bytes: float) -> str:
-        if num_bytes < 1e6:
-            return f"{num_bytes / 2**10:,.0f} KiB"
-        return f"{num_bytes / 2**20:,.{0 if num_bytes > 1e8 else 1}f} MiB"
-
     rows = {}
-    for model in models:
+    for model in HYBRIDS:
         token = f"{model}: bytes of a draft token"
         in_rows = [f"{model}: a row, {shape}" for shape in ("chain of 4", "tree of 32")]
         rows[model] = [
@@ -307,6 +309,22 @@ def states(record: Record) -> Iterator[str]:
         " 2,048"
         "\nand outputs of 256 tokens on average, on the scheduler and a simulated device)."
     )
+    yield f"\n{record.said()}"
+
+
+def held_states(record: Record) -> Iterator[str]:
+    alone = ("vLLM", "vLLM with ReplaySSM", "SGLang", "SGLang with ReplaySSM")
+    cached = ("vLLM, prefix cache", "SGLang, prefix cache")
+
+    def cells(model: str, unit: str, shown: Callable[[float], str]) -> Iterator[str]:
+        for ways in (alone, cached):
+            yield shown(record.value(f"{model}: {unit}, {ways[0]}"))
+            for name in (f"{model}: {unit}, {way}" for way in ways):
+                yield shown(record.reference(name)) if name in record else "-"
+
+    rows = {model: [*cells(model, "B", size)] for model in HYBRIDS}
+    columns = ("here", *alone, "here, prefix cache", *cached)
+    yield from table("of a running request", columns, rows)
     yield f"\n{record.said()}"
 
 
@@ -362,7 +380,11 @@ def recurrent_rates(record: Record) -> Iterator[str]:
 
 #: For each page: its tables by their marks, each with the record that it is of.
 PAGES: dict[str, dict[str, tuple[str, Callable[[Record], Iterator[str]]]]] = {
-    "embed": {"verbs": ("cpu-embed", verbs), "managers": ("cpu-embed", managers)},
+    "embed": {
+        "held-states": ("cpu-held-states", held_states),
+        "verbs": ("cpu-embed", verbs),
+        "managers": ("cpu-embed", managers),
+    },
     "recurrent": {
         "states": ("cpu-states", states),
         "recurrent": ("cpu-recurrent", recurrent_rates),

@@ -30,7 +30,7 @@ class Book:
     """The ledger of a row pool and an allocator, and the rounds whose results are not in yet.
 
     SGLang publishes its settings, makes the row pool, then the allocator: `Book.latest` joins them.
-    The ledger is built when both are there. There is one stream, so whatever is launched comes
+    The ledger is built when all three are there. There is one stream, so whatever is launched comes
     before all that follows: each step is complete at once, and no page waits behind a fence.
     """
 
@@ -64,6 +64,7 @@ class Book:
     @cached_property
     def ledger(self) -> Ledger:
         """The ledger; it is made at its first use."""
+        limits.check()
         allocator, shape = self.allocator, limits.shape()
         if allocator is None or not allocator.num_pages:
             raise AllocatorError("the row pool has no allocator with a page")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang.srt.runtime_context import get_server_args, get_spec
 
@@ -13,16 +13,29 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
 
 
 def check() -> None:
-    """End the process if the settings need what the ledger does not do.
+    """End the process if the settings need what the ledger does not do; none may be there yet.
 
     Raises:
         SystemExit: they do; one line has all reasons.
     """
-    if refusals := reasons(get_server_args(), get_spec()):
-        raise SystemExit(
-            f"specpool: SPECPOOL_SGLANG=rows leaves to SGLang: {'; '.join(refusals)}: use "
-            "SPECPOOL_SGLANG=reserve or pages"
-        )
+    try:
+        settings = get_server_args(), get_spec()
+    except ValueError:  # SGLang's unit tests publish none
+        return
+    if refusals := reasons(*settings):
+        leave(*refusals)
+
+
+def leave(*refusals: str) -> NoReturn:
+    """End the process.
+
+    Raises:
+        SystemExit: always; one line has all reasons.
+    """
+    raise SystemExit(
+        f"specpool: SPECPOOL_SGLANG=rows leaves to SGLang: {'; '.join(refusals)}: use "
+        "SPECPOOL_SGLANG=reserve or pages"
+    )
 
 
 def shape() -> Shape:

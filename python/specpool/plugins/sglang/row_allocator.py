@@ -9,6 +9,7 @@ import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 
 from specpool import SpecpoolError
+from specpool.plugins.sglang import limits
 from specpool.plugins.sglang.allocator import AllocatorError
 from specpool.plugins.sglang.book import Book
 from specpool.plugins.sglang.row_pool import rows_of
@@ -48,13 +49,16 @@ class SpecpoolRowAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] # 
 
         Raises:
             AllocatorError: a round is in flight, or a group of frees is open.
+            SystemExit: the model has states or windows, whose rows or slots are SGLang's own.
         """
         if self.free_group is not None:
             raise AllocatorError("clear inside a group of frees: end the group first")
         self.num_pages = self.size // self.page_size
         book = self.book if self.book is not None else Book.latest
         if book is None:
-            raise AllocatorError("an allocator before its row pool")
+            limits.leave("rows that have recurrent states too are of another class")
+        if book.allocator not in (None, self):
+            limits.leave("layers with windows have slots of their own")
         if book.allocator is self:
             book.clear()
         self.book, book.allocator = book, self

@@ -23,7 +23,6 @@ from specpool.plugins.status import status_of
 
 OwnBlockPool: Any = block_pool.BlockPool
 _original_insert = OwnBlockPool._insert_block_hash
-_original_cache = OwnBlockPool.cache_full_blocks
 _original_remove = OwnBlockPool._remove_cached_block_hashes
 own_allocate: Any = KVCacheCoordinator.allocate_new_blocks
 _own_allocate_computed: Any = KVCacheCoordinator.allocate_new_computed_blocks
@@ -145,8 +144,6 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         self.next_tokens: dict[int, int | tuple[int, int]] | None = None
         # The text whose hit is looked up, if a last block can be proved.
         self.reading: Sequence[int] | None = None
-        # Whether a call of `cache_full_blocks` keeps its blocks at its end.
-        self._keeps_later = False
         # None if a wrong free raises.
         self.quarantine: BlockQuarantine | None = None
         if not self.is_tried and os.environ.get("SPECPOOL_VLLM_FAULTS") != "raise":
@@ -283,74 +280,35 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
 
     # What blocks hold: vLLM's index, and whether the core caches them.
 
-    def cache_full_blocks(
-        self,
-        request: Any,
-        blocks: list[SpecpoolBlock],
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        block_size: int,
-        *rest: Any,
-        **named: Any,
+    def _insert_block_hash(
+        self, block_hash_with_group_id: Any, block: SpecpoolBlock, num_tokens: int | None
     ) -> None:
-        """Note what a request's blocks hold: `blocks[num_cached_blocks:num_full_blocks]`.
+        """Note what a block holds; vLLM's methods that cache blocks call this for each.
 
         A block that is not held goes into quarantine, unless `SPECPOOL_VLLM_FAULTS` is raise.
 
         Raises:
-            PageStateError: a block is not held.
-            ForeignBlockError: a block is not this pool's.
+            PageStateError: the block is not held.
+            ForeignBlockError: the block is not this pool's.
         """
-        first, end = num_cached_blocks, num_full_blocks
-        full = blocks[first:end]
-        for block in full:
-            if block.pool is not self:
-                full = self._without_foreign(full)
-                blocks = [*blocks[:first], *full, *blocks[end:]]
-                break
-        self._keeps_later = True
-        try:
-            _original_cache(self, request, blocks, first, end, block_size, *rest, **named)
-        finally:
-            self._keeps_later = False
-            try:
-                if len(full) == 1:
-                    if full[0]._block_hash is not None:
-                        self.core.keep(full[0].block_id)
-                else:
-                    hashed = [block.block_id for block in full if block._block_hash is not None]
-                    self.core.keep(hashed)
-            except PageStateError:
-                self._keep_held([block.block_id for block in full if block._block_hash is not None])
-        if self.next_tokens is not None:
-            self.note_next(request, blocks, first, end, block_size)
-
-    def _insert_block_hash(
-        self, block_hash_with_group_id: Any, block: SpecpoolBlock, num_tokens: int | None
-    ) -> None:
-        key = block_hash_with_group_id
-        if self._keeps_later:
-            if block._block_hash is None:  # so no key leads to it: vLLM would ask its index
-                block._block_hash, block._block_hash_num_tokens = key, num_tokens
-                self.cached_block_hash_to_block.insert(key, block)
-            else:
-                _original_insert(self, key, block, num_tokens)
-        elif block.pool is not self:
+        if block.pool is not self:
             self._refuse(f"cache of block {block.block_id}: it is not of this pool")
+            return
+        try:
+            self.core.keep(block.block_id)
+        except PageStateError as error:
+            self._freed_too_early(block.block_id, error)
+            return
+        if block._block_hash is None:  # so no key leads to it: vLLM would ask its index
+            block._block_hash, block._block_hash_num_tokens = block_hash_with_group_id, num_tokens
+            self.cached_block_hash_to_block.insert(block_hash_with_group_id, block)
         else:
-            _original_insert(self, key, block, num_tokens)
-            self._keep_held([block.block_id])
+            _original_insert(self, block_hash_with_group_id, block, num_tokens)
 
-    def _without_foreign(self, blocks: list[Any]) -> list[Any]:
-        """Return the blocks with vLLM's null block, of which nothing is known, for others' blocks.
-
-        Raises:
-            ForeignBlockError: there are others, and wrong frees raise.
-        """
-        named = ", ".join(str(block.block_id) for block in blocks if block.pool is not self)
-        if named:
-            self._refuse(f"cache of blocks {named}: they are not of this pool")
-        return [block if block.pool is self else self.null_block for block in blocks]
+    def _freed_too_early(self, block: int, error: PageStateError) -> None:
+        if self.quarantine is None:
+            raise error
+        self.quarantine.put_in(block, str(error))
 
     def _keep_held(self, blocks: list[int]) -> None:
         """Keep blocks; one that nobody holds was freed too early, and goes into quarantine."""
@@ -358,12 +316,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
             try:
                 self.core.keep(block)
             except PageStateError as error:
-                if self.quarantine is None:
-                    raise
-                self.quarantine.put_in(block, str(error))
-
-    def note_next(self, request: Any, blocks: Any, first: int, end: int, block_size: int) -> None:
-        """Note the tokens behind blocks `first` to `end` of a request; see `speculative`."""
+                self._freed_too_early(block, error)
 
     def note_allocation(self, request: Any, num_new_computed: int, num_external: int) -> None:
         """Note what is known before a request gets blocks; see `speculative`."""
@@ -409,6 +362,12 @@ def install() -> None:
         KVCacheBlock.pool = None  # blocks of no pool, before vLLM 0.32
     KVCacheCoordinator.allocate_new_blocks = allocate_new_blocks
     KVCacheCoordinator.allocate_new_computed_blocks = allocate_new_computed_blocks
+
+
+def leave_requests_unnamed() -> None:
+    """Undo the naming of requests: who sets `tag` before these calls takes less time."""
+    KVCacheCoordinator.allocate_new_blocks = own_allocate
+    KVCacheCoordinator.allocate_new_computed_blocks = _own_allocate_computed
 
 
 def _allocate_new_blocks(coordinator: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:

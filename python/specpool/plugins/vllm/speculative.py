@@ -25,7 +25,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from specpool.plugins.status import status_of
 from specpool.plugins.vllm import drafters
-from specpool.plugins.vllm.pool import SpecpoolBlockPool
+from specpool.plugins.vllm.pool import SpecpoolBlockPool, leave_requests_unnamed
 
 #: Methods whose drafters are known to write as above.
 METHODS = ("eagle", "eagle3", "mtp")
@@ -42,6 +42,7 @@ def install() -> None:
     wrap(KVCacheManager, "get_computed_blocks", _get_computed_blocks)
     KVCacheManager.spare_lookahead = 0  # of managers that were made before
     KVCacheManager.allocate_slots = allocate_slots
+    leave_requests_unnamed()  # `allocate_slots` names them
     note()
     _kept_hits[0] = 0  # those of the proof do not count
     gains = status_of("vllm").gains
@@ -57,7 +58,6 @@ def note() -> None:
         return _find_longest_cache_hit(original, cls, *args, **kwargs)
 
     FullAttentionManager.find_longest_cache_hit = classmethod(find)
-    SpecpoolBlockPool.note_next = _note_next  # type: ignore[assignment, method-assign]
     SpecpoolBlockPool.note_allocation = _note_allocation  # type: ignore[assignment, method-assign]
 
 
@@ -96,6 +96,7 @@ def _noting(original: Any) -> Any:
     source = f"""
 def allocate_slots{inspect.Signature(bare)}:
     pool = self.block_pool
+    pool.tag = request.request_id
     if num_lookahead_tokens:
         num_lookahead_tokens -= self.spare_lookahead
     if pool.next_tokens is not None:
@@ -171,7 +172,13 @@ def _init_manager(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Non
     if why:
         _say(f"hits drop their last block, as vLLM's do: {why}")
     else:
-        pool.next_tokens = {}
+        keep_notes(pool)
+
+
+def keep_notes(pool: Any) -> None:
+    """Let a pool note the token behind each block that it caches."""
+    pool.next_tokens = {}
+    pool.cache_full_blocks = functools.partial(_cache_full_blocks, pool)
 
 
 def _dropping_groups(coordinator: Any) -> Any:
@@ -210,10 +217,19 @@ def _note_allocation(
         request.specpool_mark = None
 
 
-def _note_next(
-    pool: SpecpoolBlockPool, request: Any, blocks: Any, first: int, end: int, block_size: int
+def _cache_full_blocks(
+    pool: Any,
+    request: Any,
+    blocks: Any,
+    num_cached_blocks: int,
+    num_full_blocks: int,
+    block_size: int,
+    *rest: Any,
+    **named: Any,
 ) -> None:
-    if pool.next_tokens is None or not _is_provable(request):
+    first, end = num_cached_blocks, num_full_blocks
+    type(pool).cache_full_blocks(pool, request, blocks, first, end, block_size, *rest, **named)
+    if not _is_provable(request):
         return
     tokens, unproved = request.all_token_ids, request.__dict__.get("specpool_unproved", 0)
     for index in range(first, end):

@@ -42,15 +42,13 @@ def difference(seconds: float = proof.SECONDS) -> str | None:
 def _installed() -> Iterator[None]:
     """Within it pools note what follows a block, and vLLM's lookup asks them."""
     before = vars(FullAttentionManager)["find_longest_cache_hit"]
-    names = ("note_next", "note_allocation")
-    notes = {name: vars(SpecpoolBlockPool)[name] for name in names}
+    note_allocation = SpecpoolBlockPool.note_allocation
     try:
         speculative.note()
         yield
     finally:
         FullAttentionManager.find_longest_cache_hit = before
-        for name, function in notes.items():
-            setattr(SpecpoolBlockPool, name, function)
+        SpecpoolBlockPool.note_allocation = note_allocation  # type: ignore[method-assign]
 
 
 class HitSide(ManagerSide):
@@ -157,7 +155,7 @@ class HitCase:
         managed = pool_proof.manager(TriedPool, rng.randint(12, 40), None, settings)
         managed.spare_lookahead = 0  # as the class has when the level is on
         managed.allocate_slots = MethodType(speculative.allocate_slots, managed)
-        managed.block_pool.next_tokens = {}
+        speculative.keep_notes(managed.block_pool)
         own = HitSide(managed, pool_proof.requests(rng))
         self.lookups.append(LookupSide(own))
         return own, self.lookups[-1]
