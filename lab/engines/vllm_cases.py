@@ -29,6 +29,10 @@ PLAIN = {
     "budget": 64,
     "caching": True,
     "most_len": 96,
+    "stages": 1,
+    "watermark": 0.0,
+    "interval": 1,
+    "whole": True,
 }
 
 
@@ -51,7 +55,7 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
         "most_len": rng.choice((48, 64, 96)),
         "rows": rng.randint(1, 6),
         "budget": rng.choice((8, 16, 24, 64)),
-        "long_prefill": rng.choice((0, 0, 0, 7)),
+        "long_prefill": rng.choice((0, 0, 0, 1, 3, 7)),
         "caching": rng.random() < 0.85,
         "policy": rng.choice(("fcfs", "priority")),
         "asynchronous": rng.random() < 0.6,
@@ -61,6 +65,10 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
         "accepted": rng.choice((0, 50, 50, 100)),  # percent of the drafts
         "spare": rng.choice((0, 0, 3, 10, 40, 120)),  # blocks beyond the least pool
         "connector": None,
+        "stages": rng.choice((1, 1, 1, 2, 3)),  # of a pipeline, each with a step of its own
+        "watermark": rng.choice((0.0, 0.0, 0.1, 0.4)),  # of the pool, free when one is admitted
+        "interval": rng.choice((1, 1, 2, 4)),  # steps between those with prefills
+        "whole": rng.random() < 0.6,  # is admitted only if the whole prompt fits
     }
     if settings["asynchronous"] and settings["drafter"] == "ngram":
         settings["drafter"] = "eagle"
@@ -114,6 +122,8 @@ def _verbs(rng: random.Random, settings: dict[str, Any]) -> list[Verb]:
             given["salt"] = rng.randint(1, 2)
         if settings["policy"] == "priority":
             given["priority"] = rng.randint(0, 2)
+        if rng.random() < 0.15:
+            given["samples"] = 2
         verbs.append(Verb(rng.randint(1, last), "send", given))
     rate = rng.choice((0.0, 0.3, 1.0))
     hostile: dict[str, Callable[[], dict[str, Any]]] = {
