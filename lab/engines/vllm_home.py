@@ -36,8 +36,7 @@ def write_home(folder: Path, version: str) -> None:
 
 def steps_in_flight(settings: Mapping[str, Any]) -> int:
     """Return the most steps that are launched, and whose results are not known."""
-    stages: int = settings.get("stages", 1)
-    return max(1 + settings["asynchronous"], stages)
+    return int(max(1 + settings["asynchronous"], settings.get("stages", 1)))
 
 
 def least_blocks(settings: Mapping[str, Any]) -> int:
