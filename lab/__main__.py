@@ -235,8 +235,8 @@ def hunt(
     family: Annotated[
         str,
         typer.Option(
-            help="What is served: plain; window, states, connector, failing or host with vLLM; "
-            "sessions with SGLang."
+            help="What is served: plain; window, states, images, connector, failing or host with "
+            "vLLM; sessions with SGLang."
         ),
     ] = "plain",
     seed: Annotated[int, typer.Option(help="The first case.")] = 0,

@@ -130,6 +130,12 @@ def _is_padded_beyond(case: Case) -> bool:
     return bool(0 < case.settings["long_prefill"] <= case.settings["drafts"])
 
 
+def _has_images_longer_than_a_chunk(case: Case) -> bool:
+    """Whether an image is to be in one chunk, and is longer than what a long prefill may have."""
+    images = case.settings.get("images") or {}
+    return bool(images.get("whole")) and 0 < case.settings["long_prefill"] < images["most"]
+
+
 def _samples(case: Case) -> bool:
     """Whether requests that arrive at the same moment may push each other out."""
     several = any(verb.given.get("samples", 1) > 1 for verb in case.verbs)
@@ -371,6 +377,25 @@ KNOWN = (
         _samples,
         "lab/reports/vllm-0.33.0-samples-in-turn",
         "endless",
+    ),
+    KnownFault(
+        "an image of a victim that was scheduled in the same step counts as encoded",
+        "vllm",
+        "0.14.0",
+        "0.33.0",
+        ("content",),
+        lambda case: bool(case.settings.get("images")) and case.settings["policy"] == "priority",
+        "lab/reports/vllm-0.33.0-image-of-a-victim",
+        "encoder output",
+    ),
+    KnownFault(
+        "images that are longer than a long prefill's chunk, and may not be split, wait for ever",
+        "vllm",
+        "0.33.0",
+        "0.33.0",
+        ("progress",),
+        _has_images_longer_than_a_chunk,
+        "vLLM #52306 (open)",
     ),
     KnownFault(
         "a decode is padded to the number of drafts, and then cut to what a long prefill may have",

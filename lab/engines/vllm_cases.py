@@ -2,8 +2,8 @@
 
 The generator is told a family of models and deployments, never a fault: `plain` has one group of
 full attention, `window` a second one with a sliding window, `states` a second one with recurrent
-layers, `connector` loads prefixes from outside, loads of `failing` fail, and `host` stores prompts
-in the host's memory and loads them.
+layers, prompts of `images` have images, `connector` loads prefixes from outside, loads of `failing`
+fail, and `host` stores prompts in the host's memory and loads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from lab.engines.case import Case, Verb
 
-FAMILIES = ("plain", "window", "connector", "failing", "host", "states")
+FAMILIES = ("plain", "window", "connector", "failing", "host", "states", "images")
 #: What a shrunk case has, where its fault does not need something else.
 PLAIN = {
     "spare": 120,
@@ -80,6 +80,15 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
         groups[:] = [{"kind": kind, "block": block} for kind in ("full", "states")]
         settings |= {"caching": True, "long_prefill": 0}
         settings["asynchronous"] &= not settings["drafts"]
+    settings["images"] = None
+    if family == "images":
+        most = rng.choice((4, 12))  # tokens of the largest one
+        settings["images"] = {
+            "most": most,
+            "budget": most * rng.choice((1, 1, 3)),  # tokens that a step encodes
+            "cache": most * rng.choice((1, 2, 6)),
+            "whole": most <= settings["budget"] and rng.random() < 0.3,  # is in one chunk
+        }
     if family in ("connector", "failing", "host"):
         if settings["drafter"] == "eagle":  # what is loaded has no draft KV
             settings |= {"drafter": None, "drafts": 0}
@@ -105,6 +114,20 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
     return settings
 
 
+def _images(rng: random.Random, most: int, length: int) -> list[list[int]]:
+    """Some images in their order: the offset, the length, and which one it is."""
+    images = []
+    offset = rng.randint(0, 6)
+    while len(images) < 4:
+        which = rng.randint(1, 5)
+        size = 1 + which * 7 % most  # the same for the same image
+        if offset + size >= length:
+            break
+        images.append([offset, size, which])
+        offset += size + rng.choice((0, 1, 8))
+    return images
+
+
 def _verbs(rng: random.Random, settings: dict[str, Any]) -> list[Verb]:
     verbs: list[Verb] = []
     sent = rng.randint(1, 10)
@@ -124,6 +147,8 @@ def _verbs(rng: random.Random, settings: dict[str, Any]) -> list[Verb]:
             given["priority"] = rng.randint(0, 2)
         if rng.random() < 0.15:
             given["samples"] = 2
+        if settings["images"]:
+            given["images"] = _images(rng, settings["images"]["most"], length)
         verbs.append(Verb(rng.randint(1, last), "send", given))
     rate = rng.choice((0.0, 0.3, 1.0))
     hostile: dict[str, Callable[[], dict[str, Any]]] = {

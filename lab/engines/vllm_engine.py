@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lab.engines.content import STOP
 from lab.engines.vllm_home import MODEL, least_blocks
+from lab.engines.vllm_images import features, install
 
 #: Bytes of a block on the host: its pages have as many.
 HOST_BLOCK = 4096
@@ -106,6 +107,8 @@ def make_scheduler(settings: Mapping[str, Any]) -> Any:
     takes = inspect.signature(Scheduler.__init__).parameters
     scheduler = kind(**{name: value for name, value in given.items() if name in takes})
     scheduler.use_v2_model_runner = False  # the worker here mirrors the first runner's rows
+    if settings.get("images"):
+        install(scheduler, settings["images"])
     return scheduler
 
 
@@ -209,6 +212,7 @@ def make_request(
     salt: int,
     priority: int,
     arrival: int,
+    images: Sequence[Sequence[int]] = (),
 ) -> Any:
     """Return a request as the engine core makes it of one that came."""
     sampling = SamplingParams(max_tokens=most, temperature=0.0, stop_token_ids=[STOP])
@@ -222,6 +226,7 @@ def make_request(
         "cache_salt": str(salt) if salt else None,
         "arrival_time": float(arrival),
         "block_hasher": _hasher(scheduler),
+        "mm_features": features(images),
     }
     takes = inspect.signature(Request.__init__).parameters
     return Request(**{key: value for key, value in given.items() if key in takes})

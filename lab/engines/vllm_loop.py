@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,14 @@ from vllm.v1.request import RequestStatus
 
 from lab.engines.accounts import Accounts
 from lab.engines.case import Case, Verb
-from lab.engines.content import Text, tokens_of
+from lab.engines.content import IMAGE, Text, tokens_of
 from lab.engines.device import Finding, LateDevice, LaunchedStep
 from lab.engines.known import FAILED_LOAD, VICTIM
 from lab.engines.laws import LAWS, CachedEntry, EngineView, Lengths, RequestView
 from lab.engines.vllm_connector import LateConnector
 from lab.engines.vllm_engine import PauseState, make_output, make_request, make_scheduler
 from lab.engines.vllm_home import steps_in_flight
+from lab.engines.vllm_images import left
 from lab.engines.vllm_rows import Lane
 from lab.engines.vllm_worker import Worker, group_keys
 
@@ -273,19 +274,26 @@ class VllmLoop:
         salt: int = 0,
         priority: int = 0,
         samples: int = 1,
+        images: Sequence[Sequence[int]] = (),
     ) -> None:
         """A request comes: `shared` tokens of a stem, and own ones up to its length.
 
+        An image is an offset, a length, and which one it is; those beyond the prompt are not in it.
         Each of its samples is a request of the scheduler, and all arrive at the same moment.
         """
         seed = self.case.seed
         own = tokens_of(seed, 1000 + number, length)
         tokens = tokens_of(seed, stem, shared) + own[shared:]
+        images = [image for image in images if image[0] + image[1] <= length]
+        for offset, size, _ in images:
+            tokens[offset : offset + size] = [IMAGE] * size
         self.num_sent += 1
         for name in self.names_of(number)[:samples]:
-            self.requests[name] = RequestView(Text(tokens, salt), most)
+            self.requests[name] = RequestView(Text(tokens, salt, images), most)
             self.scheduler.add_request(
-                make_request(self.scheduler, name, tokens, most, salt, priority, self.num_sent)
+                make_request(
+                    self.scheduler, name, tokens, most, salt, priority, self.num_sent, images
+                )
             )
 
     @staticmethod
@@ -428,6 +436,10 @@ class VllmLoop:
         for name, request in self.requests.items():
             if not request.is_finished and not request.is_aborted:
                 self.device.fault("text", "rest", f"{name} never ended")
+        if self.worker.images is not None:
+            texts = [request.text for request in self.requests.values()]
+            for text in left(self.scheduler.encoder_cache_manager, texts):
+                self.device.fault("conservation", "encoder", text)
 
     def _hit_twice(self) -> None:
         """The law of usefulness: the same prompt twice, alone in the engine, must hit."""
