@@ -106,7 +106,8 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
             }
         if family == "failing":
             # Not with a step in flight: vLLM #45138, it loses track of what that says.
-            policies = ("fail",) if settings["asynchronous"] else ("fail", "recompute")
+            overlaps = settings["asynchronous"] or settings["stages"] > 1
+            policies = ("fail",) if overlaps else ("fail", "recompute")
             settings["connector"] |= {
                 "fails": rng.choice((30, 60)),  # percent of the loads
                 "policy": rng.choice(policies),
