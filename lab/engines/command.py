@@ -94,7 +94,10 @@ def hunt(
     out: Path | None,
     record: Path | None,
 ) -> bool:
-    """Hunt, print what was found, and append a line of it to a record; return whether nothing unknown was."""
+    """Hunt, print what was found, and append a line of it to a record.
+
+    Returns whether nothing unknown was found.
+    """
     job = {
         "family": family,
         "seed": seed,

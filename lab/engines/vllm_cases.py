@@ -117,7 +117,7 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
 
 def _images(rng: random.Random, most: int, length: int) -> list[list[int]]:
     """Some images in their order: the offset, the length, and which one it is."""
-    images = []
+    images: list[list[int]] = []
     offset = rng.randint(0, 6)
     while len(images) < 4:
         which = rng.randint(1, 5)
