@@ -235,8 +235,8 @@ def hunt(
     family: Annotated[
         str,
         typer.Option(
-            help="What is served: plain; window, states, connector, failing or host with vLLM; "
-            "sessions with SGLang."
+            help="What is served: plain; window, states, images, connector, failing or host with "
+            "vLLM; sessions with SGLang."
         ),
     ] = "plain",
     seed: Annotated[int, typer.Option(help="The first case.")] = 0,
@@ -247,6 +247,9 @@ def hunt(
         bool, typer.Option("--known", help="Tell faults that are published as if they were not.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="A folder for a report of each fault.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="A file that gets a line of JSON with what was found.")
+    ] = None,
 ) -> None:
     """Run random cases, and make what breaks a law smaller. Exit code 1: an unknown fault."""
     from lab.engines.command import hunt as run
@@ -260,6 +263,7 @@ def hunt(
         jobs=jobs,
         known=known,
         out=out,
+        record=record,
     ):
         raise typer.Exit(1)
 

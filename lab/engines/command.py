@@ -92,8 +92,12 @@ def hunt(
     jobs: int,
     known: bool,
     out: Path | None,
+    record: Path | None,
 ) -> bool:
-    """Hunt, and print what was found; return whether nothing unknown was."""
+    """Hunt, print what was found, and append a line of it to a record.
+
+    Returns whether nothing unknown was found.
+    """
     job = {
         "family": family,
         "seed": seed,
@@ -105,10 +109,16 @@ def hunt(
     }
     console = Console(highlight=False, soft_wrap=True)
     alarms: Counter[tuple[str, str]] = Counter()
+    seeds: list[tuple[str, str, int]] = []
     for told in tell(release, job):
         if "alarm" in told:
             alarms[told["alarm"]["law"], told["alarm"]["where"]] += 1
+            seeds.append((told["alarm"]["law"], told["alarm"]["where"], told["seed"]))
         elif "cases" in told:
+            if record is not None:
+                line = {"release": release, "family": family, "seed": seed, **told, "alarms": seeds}
+                with record.open("a", encoding="utf-8") as kept:
+                    kept.write(json.dumps(line) + "\n")
             console.print(
                 f"{release}, {family}: {told['cases']} cases in {told['cpu']:.0f} CPU s, "
                 f"{alarms.total()} {'' if known else 'unknown '}alarms"

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 #: The token that ends a text.
 STOP = 2
+#: Stands in a prompt where an image is.
+IMAGE = 1
 #: Tokens are below this.
 VOCABULARY = 1000
 
@@ -35,17 +37,27 @@ def tokens_of(seed: int, stem: int, length: int) -> list[int]:
 class Text:
     """A prompt, and what the model says after it, as far as anybody asks."""
 
-    def __init__(self, prompt: Sequence[int], salt: int = 0) -> None:
+    def __init__(
+        self, prompt: Sequence[int], salt: int = 0, images: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """`images` have an offset, a length, and which one it is; a key depends on that too."""
         self.num_prompt = len(prompt)
+        self.images = images
+        which = {
+            position: image
+            for offset, length, image in images
+            for position in range(offset, offset + length)
+        }
         self.salt = salt
         self.tokens: list[int] = []
         self._keys: list[int] = []
-        for token in prompt:
-            self._append(token)
+        for position, token in enumerate(prompt):
+            self._append(token, which.get(position, 0))
 
-    def _append(self, token: int) -> None:
+    def _append(self, token: int, image: int = 0) -> None:
         self.tokens.append(token)
-        self._keys.append(digest(self._keys[-1] if self._keys else self.salt, token))
+        seen = (token, image) if image else (token,)
+        self._keys.append(digest(self._keys[-1] if self._keys else self.salt, *seen))
 
     def _grow(self, length: int) -> None:
         while len(self.tokens) < length:

@@ -125,6 +125,23 @@ def _has_one_token(case: Case) -> bool:
     return 1 in lengths and case.settings["groups"][0]["block"] == 1
 
 
+def _is_padded_beyond(case: Case) -> bool:
+    """Whether a step of all drafts is longer than what a prefill may have."""
+    return bool(0 < case.settings["long_prefill"] <= case.settings["drafts"])
+
+
+def _has_images_longer_than_a_chunk(case: Case) -> bool:
+    """Whether an image is to be in one chunk, and is longer than what a long prefill may have."""
+    images = case.settings.get("images") or {}
+    return bool(images.get("whole")) and 0 < case.settings["long_prefill"] < images["most"]
+
+
+def _samples(case: Case) -> bool:
+    """Whether requests that arrive at the same moment may push each other out."""
+    several = any(verb.given.get("samples", 1) > 1 for verb in case.verbs)
+    return several and case.settings["policy"] == "priority"
+
+
 KNOWN = (
     KnownFault(
         "an abort frees blocks into which a load is under way",
@@ -350,6 +367,44 @@ KNOWN = (
         lambda case: _loads_late(case) and _has_one_token(case),
         "lab/reports/vllm-0.33.0-one-token-loaded-again",
         "endless",
+    ),
+    KnownFault(
+        "samples of one request preempt themselves in turn, and none gets further",
+        "vllm",
+        "0.14.0",
+        "0.33.0",
+        ("progress",),
+        _samples,
+        "lab/reports/vllm-0.33.0-samples-in-turn",
+        "endless",
+    ),
+    KnownFault(
+        "an image of a victim that was scheduled in the same step counts as encoded",
+        "vllm",
+        "0.14.0",
+        "0.33.0",
+        ("content",),
+        lambda case: bool(case.settings.get("images")) and case.settings["policy"] == "priority",
+        "lab/reports/vllm-0.33.0-image-of-a-victim",
+        "encoder output",
+    ),
+    KnownFault(
+        "images that are longer than a long prefill's chunk, and may not be split, wait for ever",
+        "vllm",
+        "0.33.0",
+        "0.33.0",
+        ("progress",),
+        _has_images_longer_than_a_chunk,
+        "vLLM #52306 (open)",
+    ),
+    KnownFault(
+        "a decode is padded to the number of drafts, and then cut to what a long prefill may have",
+        "vllm",
+        "0.25.1",
+        "0.33.0",
+        ("exception", "lengths"),
+        _is_padded_beyond,
+        "vLLM #54028 (open)",
     ),
     KnownFault(
         "an aborted turn saves its lengths and its row in its session",

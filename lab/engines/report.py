@@ -47,6 +47,7 @@ def write_report(out: Path, release: str, case: Case, finding: Finding) -> Path:
     case.write(folder / "case.json")
     has_script = case.engine == "vllm" and not case.settings["connector"]
     has_script &= {verb.name for verb in case.verbs} <= _SCRIPTED
+    has_script &= case.settings.get("stages", 1) == 1 and not case.settings.get("images")
     has_script &= all(group["kind"] != "states" for group in case.settings.get("groups", ()))
     if has_script:
         (folder / "replay.py").write_text(_script(case, finding), encoding="utf-8")
@@ -68,6 +69,18 @@ def flags(case: Case) -> list[str]:
         "--async-scheduling" if settings["asynchronous"] else "--no-async-scheduling",
         "--enable-prefix-caching" if settings["caching"] else "--no-enable-prefix-caching",
     ]
+    if settings.get("stages", 1) > 1:
+        shown.append(f"--pipeline-parallel-size {settings['stages']}")
+    if settings.get("watermark"):
+        shown.append(f"--watermark {settings['watermark']}")
+    if settings.get("interval", 1) > 1:
+        shown.append(f"--prefill-schedule-interval {settings['interval']}")
+    if not settings.get("whole", True):
+        shown.append("--no-scheduler-reserve-full-isl")
+    if settings.get("images"):
+        shown.append(f"with an encoder cache of {settings['images']['cache']} tokens")
+        if settings["images"]["whole"]:
+            shown.append("--disable-chunked-mm-input")
     if settings["long_prefill"]:
         shown.append(f"--long-prefill-token-threshold {settings['long_prefill']}")
     if settings["drafter"]:

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +22,8 @@ from lab.engines import shim
 from lab.engines.case import Case
 from lab.engines.device import Finding
 from lab.engines.known import KnownFault, known_fault, ordered
+from lab.engines.limit import within_limit
 from lab.engines.shrink import shrunk
-
-#: Seconds after which a case hangs.
-CASE_SECONDS = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +33,6 @@ class Engine:
     generate: Callable[[int, str], Case]
     run: Callable[[Case], list[Finding]]
     plain: dict[str, Any]  # settings that a reader expects
-
-
-class HangError(BaseException):
-    """A case took longer than `CASE_SECONDS`: no loop takes it for an engine's exception."""
 
 
 def load(engine: str) -> Engine:
@@ -68,18 +61,8 @@ def load(engine: str) -> Engine:
 def guarded(release: str, run: Callable[[Case], list[Finding]]) -> Callable[[Case], list[Finding]]:
     """Return `run` with a finding where a case hangs, and the finding that counts in front."""
 
-    def stop(*_: Any) -> None:
-        raise HangError
-
     def run_within(case: Case) -> list[Finding]:
-        signal.signal(signal.SIGALRM, stop)
-        signal.alarm(CASE_SECONDS)
-        try:
-            return ordered(release, case, run(case))
-        except HangError:
-            return [Finding("progress", "hang", f"the case runs for {CASE_SECONDS} s")]
-        finally:
-            signal.alarm(0)
+        return ordered(release, case, within_limit(run, case))
 
     return run_within
 

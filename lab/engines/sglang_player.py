@@ -26,6 +26,7 @@ from lab.engines.content import STOP, Text, tokens_of
 from lab.engines.device import Finding
 from lab.engines.known import BEHIND, ENDED, NEAR_POOL, RETRACTED, UNCLOSED
 from lab.engines.laws import LAWS
+from lab.engines.limit import within_limit
 
 #: Turns after which a case that still runs is endless.
 MOST_TURNS = 3000
@@ -44,7 +45,7 @@ def in_a_fork(run: Callable[[Case], list[Finding]], case: Case) -> list[Finding]
     child = os.fork()
     if not child:
         os.close(here)
-        findings = run(case)
+        findings = within_limit(run, case)
         with open(there, "w", encoding="utf-8") as out:
             json.dump([[found.law, found.where, found.text] for found in findings], out)
         os._exit(0)

@@ -14,7 +14,7 @@ from lab.engines.case import Case, Verb
 from lab.engines.device import Finding
 
 #: Numbers of a verb that are made smaller.
-SHORTENED = ("length", "shared", "most", "salt", "adapter", "priority", "stem")
+SHORTENED = ("length", "shared", "most", "salt", "adapter", "priority", "stem", "samples")
 
 
 def shrunk(
@@ -77,7 +77,7 @@ def _simpler(case: Case, plain: Mapping[str, Any]) -> Iterator[Case]:
 def _shorter(verb: Verb) -> Iterator[Verb]:
     for name in SHORTENED:
         value = verb.given.get(name, 0)
-        least = 1 if name in ("length", "most") else 0
+        least = 1 if name in ("length", "most", "samples") else 0
         for smaller in (least, value // 2, value - 1):
             if least <= smaller < value:
                 given = verb.given | {name: smaller}

@@ -2,8 +2,8 @@
 
 The generator is told a family of models and deployments, never a fault: `plain` has one group of
 full attention, `window` a second one with a sliding window, `states` a second one with recurrent
-layers, `connector` loads prefixes from outside, loads of `failing` fail, and `host` stores prompts
-in the host's memory and loads them.
+layers, prompts of `images` have images, `connector` loads prefixes from outside, loads of `failing`
+fail, and `host` stores prompts in the host's memory and loads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from lab.engines.case import Case, Verb
 
-FAMILIES = ("plain", "window", "connector", "failing", "host", "states")
+FAMILIES = ("plain", "window", "connector", "failing", "host", "states", "images")
 #: What a shrunk case has, where its fault does not need something else.
 PLAIN = {
     "spare": 120,
@@ -29,6 +29,10 @@ PLAIN = {
     "budget": 64,
     "caching": True,
     "most_len": 96,
+    "stages": 1,
+    "watermark": 0.0,
+    "interval": 1,
+    "whole": True,
 }
 
 
@@ -51,7 +55,7 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
         "most_len": rng.choice((48, 64, 96)),
         "rows": rng.randint(1, 6),
         "budget": rng.choice((8, 16, 24, 64)),
-        "long_prefill": rng.choice((0, 0, 0, 7)),
+        "long_prefill": rng.choice((0, 0, 0, 1, 3, 7)),
         "caching": rng.random() < 0.85,
         "policy": rng.choice(("fcfs", "priority")),
         "asynchronous": rng.random() < 0.6,
@@ -61,6 +65,10 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
         "accepted": rng.choice((0, 50, 50, 100)),  # percent of the drafts
         "spare": rng.choice((0, 0, 3, 10, 40, 120)),  # blocks beyond the least pool
         "connector": None,
+        "stages": rng.choice((1, 1, 1, 2, 3)),  # of a pipeline, each with a step of its own
+        "watermark": rng.choice((0.0, 0.0, 0.1, 0.4)),  # of the pool, free when one is admitted
+        "interval": rng.choice((1, 1, 2, 4)),  # steps between those with prefills
+        "whole": rng.random() < 0.6,  # is admitted only if the whole prompt fits
     }
     if settings["asynchronous"] and settings["drafter"] == "ngram":
         settings["drafter"] = "eagle"
@@ -72,6 +80,15 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
         groups[:] = [{"kind": kind, "block": block} for kind in ("full", "states")]
         settings |= {"caching": True, "long_prefill": 0}
         settings["asynchronous"] &= not settings["drafts"]
+    settings["images"] = None
+    if family == "images":
+        most = rng.choice((4, 12))  # tokens of the largest one
+        settings["images"] = {
+            "most": most,
+            "budget": most * rng.choice((1, 1, 3)),  # tokens that a step encodes
+            "cache": most * rng.choice((1, 2, 6)),
+            "whole": most <= settings["budget"] and rng.random() < 0.3,  # is in one chunk
+        }
     if family in ("connector", "failing", "host"):
         if settings["drafter"] == "eagle":  # what is loaded has no draft KV
             settings |= {"drafter": None, "drafts": 0}
@@ -89,12 +106,27 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
             }
         if family == "failing":
             # Not with a step in flight: vLLM #45138, it loses track of what that says.
-            policies = ("fail",) if settings["asynchronous"] else ("fail", "recompute")
+            overlaps = settings["asynchronous"] or settings["stages"] > 1
+            policies = ("fail",) if overlaps else ("fail", "recompute")
             settings["connector"] |= {
                 "fails": rng.choice((30, 60)),  # percent of the loads
                 "policy": rng.choice(policies),
             }
     return settings
+
+
+def _images(rng: random.Random, most: int, length: int) -> list[list[int]]:
+    """Some images in their order: the offset, the length, and which one it is."""
+    images: list[list[int]] = []
+    offset = rng.randint(0, 6)
+    while len(images) < 4:
+        which = rng.randint(1, 5)
+        size = 1 + which * 7 % most  # the same for the same image
+        if offset + size >= length:
+            break
+        images.append([offset, size, which])
+        offset += size + rng.choice((0, 1, 8))
+    return images
 
 
 def _verbs(rng: random.Random, settings: dict[str, Any]) -> list[Verb]:
@@ -114,6 +146,10 @@ def _verbs(rng: random.Random, settings: dict[str, Any]) -> list[Verb]:
             given["salt"] = rng.randint(1, 2)
         if settings["policy"] == "priority":
             given["priority"] = rng.randint(0, 2)
+        if rng.random() < 0.15:
+            given["samples"] = 2
+        if settings["images"]:
+            given["images"] = _images(rng, settings["images"]["most"], length)
         verbs.append(Verb(rng.randint(1, last), "send", given))
     rate = rng.choice((0.0, 0.3, 1.0))
     hostile: dict[str, Callable[[], dict[str, Any]]] = {

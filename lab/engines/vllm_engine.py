@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lab.engines.content import STOP
 from lab.engines.vllm_home import MODEL, least_blocks
+from lab.engines.vllm_images import features, install
 
 #: Bytes of a block on the host: its pages have as many.
 HOST_BLOCK = 4096
@@ -106,6 +107,8 @@ def make_scheduler(settings: Mapping[str, Any]) -> Any:
     takes = inspect.signature(Scheduler.__init__).parameters
     scheduler = kind(**{name: value for name, value in given.items() if name in takes})
     scheduler.use_v2_model_runner = False  # the worker here mirrors the first runner's rows
+    if settings.get("images"):
+        install(scheduler, settings["images"])
     return scheduler
 
 
@@ -123,7 +126,12 @@ def _config(settings: Mapping[str, Any]) -> Any:
         enable_chunked_prefill=True,
         policy=settings["policy"],
         is_encoder_decoder=False,
-        **known_fields(SchedulerConfig, watermark=0.0),
+        **known_fields(
+            SchedulerConfig,
+            watermark=settings.get("watermark", 0.0),
+            prefill_schedule_interval=settings.get("interval", 1),
+            scheduler_reserve_full_isl=settings.get("whole", True),
+        ),
     )
     caching = CacheConfig(
         block_size=16,
@@ -147,7 +155,9 @@ def _config(settings: Mapping[str, Any]) -> Any:
         speculative_config=drafting,
         kv_transfer_config=transfer,
     )
-    # What a CPU's platform turns off, and what needs the weights of a draft model to be set.
+    # What a CPU's platform turns off, what asks for several devices, and what needs the weights
+    # of a draft model to be set.
+    config.parallel_config.pipeline_parallel_size = settings.get("stages", 1)
     config.scheduler_config.async_scheduling = settings["asynchronous"]
     config.cache_config.enable_prefix_caching = settings["caching"]
     if settings["drafter"] == "eagle":
@@ -195,7 +205,14 @@ def _spec(group: Mapping[str, Any], drafts: int) -> Any:
 
 
 def make_request(
-    scheduler: Any, name: str, tokens: list[int], most: int, salt: int, priority: int
+    scheduler: Any,
+    name: str,
+    tokens: list[int],
+    most: int,
+    salt: int,
+    priority: int,
+    arrival: int,
+    images: Sequence[Sequence[int]] = (),
 ) -> Any:
     """Return a request as the engine core makes it of one that came."""
     sampling = SamplingParams(max_tokens=most, temperature=0.0, stop_token_ids=[STOP])
@@ -207,8 +224,9 @@ def make_request(
         "eos_token_id": None,
         "priority": priority,
         "cache_salt": str(salt) if salt else None,
-        "arrival_time": 0.0,
+        "arrival_time": float(arrival),
         "block_hasher": _hasher(scheduler),
+        "mm_features": features(images),
     }
     takes = inspect.signature(Request.__init__).parameters
     return Request(**{key: value for key, value in given.items() if key in takes})

@@ -34,13 +34,18 @@ def write_home(folder: Path, version: str) -> None:
         (model / part / name).write_text(text or json.dumps(_CONFIG), "utf-8")
 
 
+def steps_in_flight(settings: Mapping[str, Any]) -> int:
+    """Return the most steps that are launched, and whose results are not known."""
+    return int(max(1 + settings["asynchronous"], settings.get("stages", 1)))
+
+
 def least_blocks(settings: Mapping[str, Any]) -> int:
     """Return blocks for one request of the greatest length, and block 0.
 
     vLLM starts with as many; old releases forget the drafts of a group with a window.
     """
     count = 1
-    in_flight = settings["budget"] * (1 + settings["asynchronous"])
+    in_flight = settings["budget"] * steps_in_flight(settings)
     for group in settings["groups"]:
         length = settings["most_len"]
         if group["kind"] == "window":

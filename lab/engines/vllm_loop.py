@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,14 @@ from vllm.v1.request import RequestStatus
 
 from lab.engines.accounts import Accounts
 from lab.engines.case import Case, Verb
-from lab.engines.content import Text, tokens_of
+from lab.engines.content import IMAGE, Text, tokens_of
 from lab.engines.device import Finding, LateDevice, LaunchedStep
 from lab.engines.known import FAILED_LOAD, VICTIM
 from lab.engines.laws import LAWS, CachedEntry, EngineView, Lengths, RequestView
 from lab.engines.vllm_connector import LateConnector
 from lab.engines.vllm_engine import PauseState, make_output, make_request, make_scheduler
+from lab.engines.vllm_home import steps_in_flight
+from lab.engines.vllm_images import left
 from lab.engines.vllm_rows import Lane
 from lab.engines.vllm_worker import Worker, group_keys
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Turns after which a case that still runs is endless.
 MOST_TURNS = 3000
+#: The samples that a request asks for at most.
+MOST_SAMPLES = 2
 #: The package whose functions name the place of an exception.
 PACKAGE = "/vllm/"
 
@@ -88,6 +92,8 @@ class VllmLoop:
         self.requests: dict[str, RequestView] = {}
         self.batches: deque[tuple[Any, LaunchedStep, list[Lane]]] = deque()
         self.tick = self.idle_turns = 0
+        self.num_sent = 0
+        self.depth = steps_in_flight(self.settings)
         self.clears_when_idle = False
         #: What each hash stands for: a text, and where its block ends.
         self.hashes: dict[bytes, tuple[Text, int]] = {}
@@ -163,7 +169,7 @@ class VllmLoop:
         if self.connector is not None:
             self.arrived |= self.connector.land(self.tick, self._owned())
         before = len(self.batches)
-        if self.settings["asynchronous"]:
+        if self.depth > 1:
             ran = self._step_with_batch_queue()
         else:
             ran = self._step()
@@ -196,7 +202,7 @@ class VllmLoop:
             output, step, lanes = self._launch()
             ran = output.total_num_scheduled_tokens > 0
             self.batches.appendleft((output, step, lanes))
-            if ran and len(self.batches) < 2 and not self.batches[-1][1].has_run:
+            if ran and len(self.batches) < self.depth and not self.batches[-1][1].has_run:
                 return True
         elif not self.batches:
             return False
@@ -267,18 +273,37 @@ class VllmLoop:
         most: int,
         salt: int = 0,
         priority: int = 0,
+        samples: int = 1,
+        images: Sequence[Sequence[int]] = (),
     ) -> None:
-        """A request comes: `shared` tokens of a stem, and own ones up to its length."""
-        seed, name = self.case.seed, str(number)
+        """A request comes: `shared` tokens of a stem, and own ones up to its length.
+
+        An image is an offset, a length, and which one it is; those beyond the prompt are not in it.
+        Each of its samples is a request of the scheduler, and all arrive at the same moment.
+        """
+        seed = self.case.seed
         own = tokens_of(seed, 1000 + number, length)
         tokens = tokens_of(seed, stem, shared) + own[shared:]
-        self.requests[name] = RequestView(Text(tokens, salt), most)
-        self.scheduler.add_request(make_request(self.scheduler, name, tokens, most, salt, priority))
+        images = [image for image in images if image[0] + image[1] <= length]
+        for offset, size, _ in images:
+            tokens[offset : offset + size] = [IMAGE] * size
+        self.num_sent += 1
+        for name in self.names_of(number)[:samples]:
+            self.requests[name] = RequestView(Text(tokens, salt, images), most)
+            self.scheduler.add_request(
+                make_request(
+                    self.scheduler, name, tokens, most, salt, priority, self.num_sent, images
+                )
+            )
+
+    @staticmethod
+    def names_of(number: int) -> list[str]:
+        """The requests that the scheduler may have of one that was sent, by their samples."""
+        return [str(number + 1000 * sample) for sample in range(MOST_SAMPLES)]
 
     def abort(self, number: int) -> None:
         """The client of a request leaves."""
-        name = str(number)
-        if name in self.scheduler.requests:
+        for name in self.scheduler.requests.keys() & {*self.names_of(number)}:
             self.requests[name].is_aborted = True
             self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
@@ -411,6 +436,10 @@ class VllmLoop:
         for name, request in self.requests.items():
             if not request.is_finished and not request.is_aborted:
                 self.device.fault("text", "rest", f"{name} never ended")
+        if self.worker.images is not None:
+            texts = [request.text for request in self.requests.values()]
+            for text in left(self.scheduler.encoder_cache_manager, texts):
+                self.device.fault("conservation", "encoder", text)
 
     def _hit_twice(self) -> None:
         """The law of usefulness: the same prompt twice, alone in the engine, must hit."""

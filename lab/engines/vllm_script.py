@@ -72,7 +72,11 @@ def make_scheduler():
             max_num_seqs=SET["rows"], max_num_batched_tokens=SET["budget"],
             max_model_len=SET["most_len"], long_prefill_token_threshold=SET["long_prefill"],
             enable_chunked_prefill=True, policy=SET["policy"], is_encoder_decoder=False,
-            **only(SchedulerConfig, watermark=0.0),
+            **only(
+                SchedulerConfig, watermark=SET.get("watermark", 0.0),
+                prefill_schedule_interval=SET.get("interval", 1),
+                scheduler_reserve_full_isl=SET.get("whole", True),
+            ),
         ),
         model_config=ModelConfig(
             model="facebook/opt-125m", dtype="float16", max_model_len=SET["most_len"],
@@ -214,16 +218,22 @@ def stem(number, length):
     return [3 + digest(SEED, number, at) % 997 for at in range(length)]
 
 
-def send(number, stem_, shared, length, most, salt=0, priority=0):
-    name, tokens = str(number), stem(stem_, shared) + stem(1000 + number, length)[shared:]
-    CASE["prompts"][name], said[name] = length, []
-    texts[name] = Text(tokens, salt)
-    sampling = SamplingParams(max_tokens=most, temperature=0.0, stop_token_ids=[STOP])
-    scheduler.add_request(Request(**only(
-        Request.__init__, request_id=name, prompt_token_ids=tokens, sampling_params=sampling,
-        pooling_params=None, eos_token_id=None, priority=priority, arrival_time=0.0,
-        cache_salt=str(salt) if salt else None, block_hasher=hasher,
-    )))  # fmt: skip
+def send(number, stem_, shared, length, most, salt=0, priority=0, samples=1):
+    """Each sample is a request of the scheduler; they arrive at the same moment."""
+    tokens, arrival = stem(stem_, shared) + stem(1000 + number, length)[shared:], len(texts)
+    for name in names_of(number)[:samples]:
+        CASE["prompts"][name], said[name] = length, []
+        texts[name] = Text(tokens, salt)
+        sampling = SamplingParams(max_tokens=most, temperature=0.0, stop_token_ids=[STOP])
+        scheduler.add_request(Request(**only(
+            Request.__init__, request_id=name, prompt_token_ids=tokens, sampling_params=sampling,
+            pooling_params=None, eos_token_id=None, priority=priority, arrival_time=arrival,
+            cache_salt=str(salt) if salt else None, block_hasher=hasher,
+        )))  # fmt: skip
+
+
+def names_of(number):
+    return [str(number), str(number + 1000)]
 
 
 def play(verb):
@@ -231,8 +241,8 @@ def play(verb):
     print(f"turn {verb['turn']}: {verb['name']} {given}")
     if verb["name"] == "send":
         send(given.pop("number"), given.pop("stem"), **given)
-    elif verb["name"] == "abort" and str(given["number"]) in scheduler.requests:
-        scheduler.finish_requests([str(given["number"])], RequestStatus.FINISHED_ABORTED)
+    elif verb["name"] == "abort":
+        scheduler.finish_requests(names_of(given["number"]), RequestStatus.FINISHED_ABORTED)
     elif verb["name"] == "reset":
         scheduler.reset_prefix_cache(reset_running_requests=given["running"])
 

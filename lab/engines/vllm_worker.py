@@ -16,6 +16,7 @@ import numpy as np
 from lab.engines.content import VOCABULARY, Keys, Text, digest
 from lab.engines.device import LateDevice, LateWrite, LaunchedStep, SlotMemory
 from lab.engines.known import FAILED_LOAD
+from lab.engines.vllm_images import Images
 from lab.engines.vllm_rows import Lane, WorkerRow
 from lab.engines.vllm_states import States
 
@@ -47,6 +48,7 @@ class Worker:
         # Groups share the blocks' memory: a block holds what its last writer wrote.
         self.target = device.add(SlotMemory("target KV", num_blocks, widest))
         self.draft = device.add(SlotMemory("draft KV", num_blocks, widest))
+        self.images = Images(device) if settings.get("images") else None
         self.states: States | None = None
         for at, group in enumerate(self.groups):
             if group["kind"] == "states":
@@ -115,6 +117,8 @@ class Worker:
         def work() -> None:
             for load in loads:
                 self.device.land(load, load.blocks)
+            if self.images is not None:
+                self.images.encode(output, lanes)
             self._run(lanes)
 
         return self.device.launch(LaunchedStep(frozenset(touched), work)), lanes
@@ -132,6 +136,9 @@ class Worker:
                 self.states.move(lane, begin)
             for lane, begin in zip(lanes, begins, strict=True):
                 self.states.read(lane, begin)
+        if self.images is not None:
+            for lane, begin in zip(lanes, begins, strict=True):
+                self.images.read(lane, begin)
         ranges = [self._write(lane) for lane in lanes]
         if self.states is not None:
             for lane, (begin, right) in zip(lanes, ranges, strict=True):

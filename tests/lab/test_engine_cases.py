@@ -6,11 +6,14 @@ import ast
 import dataclasses
 import json
 import re
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from lab.engines import limit
 from lab.engines.case import Case, Verb
 from lab.engines.command import printed_objects, tell
 from lab.engines.device import Finding
@@ -212,6 +215,25 @@ def test_errors_of_a_release_do_not_stop_a_hunt(tmp_path: Path) -> None:
     ) == [{"a": 1}]
     with pytest.raises(ConfigError, match=r"it does not run:\nx{2000}$"):
         list(printed_objects([sys.executable, "-c", shout.format("{}", 1)], tmp_path, "it"))
+
+
+def test_a_case_hangs_by_its_cpu_time_and_not_while_its_process_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limit, "CASE_SECONDS", 0.02)
+    case = vllm_case(1, "plain")
+
+    def waits(_: Case) -> list[Finding]:
+        time.sleep(0.1)
+        return []
+
+    def loops(_: Case) -> list[Finding]:
+        while True:
+            pass
+
+    assert limit.within_limit(waits, case) == []
+    assert [found.where for found in limit.within_limit(loops, case)] == ["hang"]
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
 #: The newest releases that are unpacked by `make lab-engines`.
