@@ -106,8 +106,8 @@ class HostMemory:
         """Return the host pages of each group, and the state slots: for rows of usual length.
 
         A row of the whole context may have hundreds of times a state's bytes, and most rows are
-        shorter. So there is a slot for every `USUAL_ROW_TOKENS` tokens of KV, or for as many as take a
-        state's bytes.
+        shorter. So there is a slot for every `USUAL_ROW_TOKENS` tokens of KV, or for as many as
+        take a state's bytes.
         """
         *kv_needs, _ = needs
         kv_bytes, slot_bytes = self._num_bytes([*kv_needs, 0]), self.page_bytes[-1]
