@@ -139,6 +139,31 @@ def test_a_retracted_request_goes_on_from_its_state(references: dict[str, Refere
             assert output.token_ids == runner.reference.text(output.prompt_ids, 20)
 
 
+def test_who_gave_way_leaves_its_state_slot_to_the_others(references: dict[str, Reference]) -> None:
+    """Law: a turn ends, whoever lacks slots. What is retracted waits for a step of the others.
+
+    Two sessions come back from the host, and keep what they came with. A prompt begins from the
+    last slot, in the prefix cache. Nobody has a slot to go on, and the prompt gives way.
+    """
+    options: dict[str, Any] = {"max_batch": 3, "cached_states": 0, "max_sessions": 0}
+    options |= {"prefill_tokens": 8, "host_bytes": 1 << 24, "offload": "always"}
+    with running(references, "bamba", **options) as runner:
+        engine, outputs = runner.engine, list[Any]()
+        sessions = engine.open_session(), engine.open_session()
+        for session, at in zip(sessions, (0, 20), strict=True):
+            session.append(PROMPT[at : at + 20], GREEDY).output()
+        runner.run([PROMPT[60:]])
+        assert engine.ledger.states[0].num_slots == 3
+        turns = [session.append(PROMPT[:30], GREEDY) for session in sessions]
+        engine.submit(PROMPT[60:], GREEDY, on_item=lambda number, item: outputs.append(item))
+        said = [turn.output() for turn in turns]
+        while engine.turn():
+            pass
+        assert engine.stats().retracted_ct
+        for output in [*said, outputs[-1]]:
+            assert output.token_ids == runner.reference.text(output.prompt_ids, 20)
+
+
 def test_a_rewound_session_goes_on_from_the_end_of_its_turn(
     references: dict[str, Reference],
 ) -> None:

@@ -251,9 +251,11 @@ class Scheduler:
             ConfigError: the controller chose a shape that is not a candidate; nothing is prepared.
         """
         state = self.state
+        num_retracted = state.num_retracted
         while True:
             was_starved, num_ended = self._is_starved, self.num_ended
-            if not was_starved:
+            # Whoever is retracted here waits for a step of the others, and takes nothing from it.
+            if not was_starved and (state.num_retracted == num_retracted or not state.running):
                 self._admission.admit()
             limits, spare = state.running.limits, self._admission.spare
             chosen = self.round_shapes.choose(limits, spare)  # first: it may raise
