@@ -223,13 +223,13 @@ def admit_again_before_whom_it_made_room_for(patch):
 
     def hurried(self, *args, **options):
         init(self, *args, **options)
-        requeue = self._reclaim.requeue
+        make_room = self._reclaim.make_room
 
-        def at_once(request):
-            requeue(request)
-            self._is_starved = False
+        def and_fill():
+            make_room()
+            self._admission.admit()
 
-        self._reclaim.requeue = at_once
+        self._reclaim.make_room = and_fill
 
     patch.setattr(Scheduler, "__init__", hurried)
 
@@ -545,7 +545,7 @@ PLANTS = {
     overlook_stop_tokens: "speaks otherwise|alone it would after .* by stop",
     draft_from_old_tokens: "drafts from .* tokens",
     run_too_many: "prefills .* tokens",
-    leave_a_row_out: "left out|livelock|kv_exhausted",
+    leave_a_row_out: "left out|livelock|kv_exhausted|has a row again",
     admit_again_before_whom_it_made_room_for: "has a row again",
     keep_pages_for_nobody: "livelock|retracted, though|kv_exhausted",
     lose_page_copies: "position .* (is not written|holds)",
