@@ -16,30 +16,24 @@ LAYERS = {"layer_types": ["conv", "full_attention"]}
 
 @pytest.fixture
 def small(monkeypatch):
-    """A family of tiny models, whose texts repeat soon."""
+    """A family of tiny models, and short texts."""
     monkeypatch.setattr(recurrent, "_COMMON", recurrent._COMMON | SMALL)
     monkeypatch.setitem(recurrent.FAMILIES, "lfm2", ("Lfm2Config", LAYERS))
-    for name, number in (("NUM_TOKENS", 16), ("NUM_BEGIN", 24), ("MOST_PROMPTS", 4)):
-        monkeypatch.setattr(recurrent, name, number)
-    monkeypatch.setitem(recurrent.GOALS, "accept", 1.2)
+    monkeypatch.setattr(recurrent, "NUM_TOKENS", 16)
 
 
 def test_a_chain_is_beside_both_references_at_each_batch(small):
     results = list(recurrent.results_of("lfm2", [1, 2], repeats=1))
     assert [r.reference for r in results] == ["worker v1", "plain"] * 2
     assert [r.name.split(", ")[1] for r in results] == ["batch 1"] * 2 + ["batch 2"] * 2
+    assert all(float(r.name.rsplit(" ", 1)[1]) > 2 for r in results)  # tokens a round
     assert all(r.value > 0 < r.reference_value for r in results)
 
 
-def test_too_few_texts_that_repeat_are_an_error(small, monkeypatch):
-    monkeypatch.setattr(recurrent, "MOST_PROMPTS", 1)
-    with pytest.raises(ConfigError, match="of 1 texts repeat, 2 are needed"):
-        recurrent.repeating_prompts("lfm2", 2)
-
-
-def test_both_sides_of_a_pair_run_in_their_checkouts():
+def test_both_sides_of_a_pair_run_in_their_checkouts(monkeypatch):
+    monkeypatch.setattr(beside, "STARTS", 1)
     lines = list(beside.results_of("a ledger's step", beside.HERE, Path(sys.executable), 2))
-    assert [line.unit for line in lines] == ["CPU ms a turn", "times"]
+    assert [line.unit for line in lines] == ["CPU ms a turn"] + ["times"] * 3
     assert all(line.ratio > 0 for line in lines)
 
 

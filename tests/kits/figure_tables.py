@@ -366,15 +366,13 @@ def profile(record: Record) -> Iterator[str]:
 
 
 def recurrent_rates(record: Record) -> Iterator[str]:
-    columns: dict[str, dict[str, str]] = {}
+    rows: dict[str, list[str]] = {}
     for result in record.results:
         family, batch, _, accepted = result["name"].split(", ")
-        rates = columns.setdefault(f"{family}, {batch}", {})
-        rates["accept length"] = accepted.removeprefix("accept length ")
-        rates[f"speed, {result['reference']} = 1"] = f"{result['ratio']:.2f}"
-    names = list(next(iter(columns.values())))
-    rows = {name: [rates[name] for rates in columns.values()] for name in names}
-    yield from table("a chain of 3", list(columns), rows)
+        row = rows.setdefault(f"{family}, {batch}", [accepted.removeprefix("accept length ")])
+        row.append(f"{result['ratio']:.2f}")
+    speeds = dict.fromkeys(f"speed, {result['reference']} = 1" for result in record.results)
+    yield from table("a chain of 3", ["accept length", *speeds], rows)
     yield f"\n{record.said()}"
 
 
