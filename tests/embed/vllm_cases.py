@@ -203,6 +203,27 @@ def test_blocks_that_are_still_read_go_last() -> None:
     assert told == [3]
 
 
+def test_blocks_that_are_still_read_can_be_held_until_they_are_given() -> None:
+    """HiSparse reads a page that it has unpinned, and holds it again for the next request."""
+    orders = []
+    for cls in (OWN_POOL, ours()):
+        pool = cls(8, True, SIZE)
+        first, read = pool.get_new_blocks(2)
+        pool.unpin_blocks([read], lambda block: None)
+        pool.touch([read, first])
+        pool.touch([read])
+        assert [block.ref_cnt for block in (first, read)] == [2, 2]
+        pool.free_blocks([read, first, read, first])  # as usual: nothing is known of them
+        orders.append([block.block_id for block in pool.free_block_queue.get_all_free_blocks()])
+    assert orders[0] == orders[1]
+    pool.unpin_blocks(pool.get_new_blocks(1), lambda block: None)
+    pool.get_new_blocks(6)
+    (last,) = pool.get_new_blocks(1)
+    pool.free_blocks([last])
+    with pytest.raises(PageStateError, match=f"block {last.block_id}: nobody holds it"):
+        pool.touch([last])
+
+
 def test_a_block_that_another_holds_still_is_freed_by_it_as_usual() -> None:
     from specpool.plugins.vllm import pool_proof
 

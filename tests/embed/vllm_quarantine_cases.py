@@ -164,6 +164,19 @@ def test_a_block_of_no_pool_is_left_out_and_said(
     pool.core.check()
 
 
+@pytest.mark.parametrize("fault", [cache_of_a_free_block, cache_of_a_foreign_block])
+def test_events_take_back_what_they_said_of_a_block_that_is_not_cached(fault: Fault) -> None:
+    from specpool.plugins.vllm.pool_proof import PoolSide
+
+    pool, blocks = held(enable_kv_cache_events=True)
+    fault(pool, blocks)
+    side = PoolSide(pool, [])
+    side.take_events()
+    side.check()
+    assert side.stored is not None and side.stored.total() == 2
+    assert pool.take_events() == []
+
+
 def test_a_free_of_another_pool_is_that_pools_wrong_free() -> None:
     pool, _ = held()
     other = manager(ours(), 40, SIZE).block_pool

@@ -54,6 +54,15 @@ def test_a_token_that_is_sampled_later_proves_as_well() -> None:
         assert got[2] == managed.get_block_ids("ab"["cd".index(name)])[0][1]
 
 
+def test_a_block_that_is_not_cached_has_no_note() -> None:
+    """A note would outlive what the block holds, and prove another text."""
+    pool = eagle(ours()).block_pool
+    new = pool.get_new_blocks(3)
+    wanted = request("a", range(12), SIZE)
+    pool.cache_full_blocks(wanted, new, 0, 3, SIZE, 0, [True, False, False])
+    assert list(pool.next_tokens) == [new[0].block_id]
+
+
 def test_what_is_not_proved_is_dropped_as_vllm_does() -> None:
     text = [*range(9), 1]
 

@@ -166,6 +166,21 @@ def vllm_pool(record: Record) -> Iterator[str]:
     yield from table("call on the pool", ("1 block", *map(str, counts[1:])), rows)
 
 
+def vllm_tests(record: Record) -> Iterator[str]:
+    """How many of vLLM's own tests pass, and why others cannot."""
+    (result,) = record.results
+    passed, of_all = result["value"], result["reference_value"]
+    yield (
+        f"Of {of_all:,} tests of `tests/v1/core` that pass on a CPU with vLLM's own pool, "
+        f"{passed:,} pass at level `speculative`, if wrong frees raise.\nOf the others a test "
+        "cannot pass because"
+    )
+    yield ""
+    for reason, count in sorted(result["reasons"].items(), key=lambda item: (-item[1], item[0])):
+        yield f"- {reason} ({count})"
+    yield f"\n{record.said()}"
+
+
 def vllm_scheduler(record: Record) -> Iterator[str]:
     calls = {
         "`allocate_slots`, a round of all": "allocate_slots of a round",
@@ -407,6 +422,7 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Record], Iterator[str]]]]] = {
     "vllm": {
         "pool": ("cpu-vllm", vllm_pool),
         "scheduler": ("cpu-vllm", vllm_scheduler),
+        "tests": ("cpu-vllm-tests", vllm_tests),
         "releases": ("cpu-releases", accepted_releases("vllm", ("blocks", "speculative"))),
     },
 }

@@ -134,17 +134,17 @@ def _first_difference(cases: Sequence[Case], seeds: range, seconds: float) -> st
 
 def _difference(case: Case, seed: int) -> str | None:
     rng = random.Random(f"{case.name} {seed}")
-    own, ours = case.sides(rng)
+    sides = case.sides(rng)
     number = 0
     operations = case.operations(rng)
     try:
         operation = next(operations, None)
         while operation is not None:
             number += 1
-            answers = [_answer(side, operation) for side in (own, ours)]
+            answers = [_answer(side, operation) for side in sides]
             if not _is_same(*answers) or _is_unknown(answers[0], operation):
                 return f"operation {number}, {operation}: " + _both("it", *answers)
-            states = [side.state() for side in (own, ours)]
+            states = [side.state() for side in sides]
             for name, value in states[0].items():
                 if not _is_same(value, states[1][name]):
                     here = f"operation {number}, {operation}: "
@@ -187,14 +187,15 @@ def _is_unknown(answer: Any, operation: Operation) -> bool:
 
 
 def _both(name: str, own: Any, ours: Any) -> str:
+    answers = own, ours
     if isinstance(own, list) and isinstance(ours, list):  # the first item that differs says most
         pairs = itertools.zip_longest(own, ours, fillvalue="nothing")
-        unequal = (index for index, (one, other) in enumerate(pairs) if one != other)
+        unequal = (index for index, (first, second) in enumerate(pairs) if first != second)
         index = next(unequal, None)
         if index is not None and max(len(own), len(ours)) > 1:
-            own, ours = ([*values, "nothing"][index] for values in (own, ours))
+            answers = tuple([*values, "nothing"][index] for values in answers)
             name = f"{name}[{index}]"
-    values = [_short(value) for value in (own, ours)]
+    values = [_short(value) for value in answers]
     return f"{name}: the engine's own gives {values[0]}, ours {values[1]}"
 
 

@@ -124,7 +124,7 @@ class EngineStatus:
         self.log.error("specpool: %s%s", wrong.tag, f"; report {report}" if report else "")
         if self._metrics is not None:
             self._metrics.wrong_frees.inc()
-            self._metrics.quarantined.set(sum(len(each.blocks) for each in self._pools))
+            self._metrics.quarantined.set(sum(len(pool.blocks) for pool in self._pools))
         self.write()
 
     def _reported(self, wrong: WrongFree, write_report: Callable[[str, WrongFree], None]) -> str:
@@ -157,11 +157,11 @@ class EngineStatus:
     def _now(self) -> dict[str, Any]:
         pools = [
             {
-                "blocks": each.core.num_blocks,
-                "free": each.core.available(),
-                "quarantined": len(each.blocks),
+                "blocks": pool.core.num_blocks,
+                "free": pool.core.available(),
+                "quarantined": len(pool.blocks),
             }
-            for each in list(self._pools)
+            for pool in list(self._pools)
         ]
         return {
             **self._facts,

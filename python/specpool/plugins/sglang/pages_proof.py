@@ -252,10 +252,10 @@ class AllocatorCase:
         size = self.num_pages * self.page_size
         lens = (size, self.page_size) if self.kind == "paged" else (size,)
         arguments = *lens, torch.float16, "cpu", KV, rng.random() < 0.5
-        own = _OWN[self.kind](*arguments)
-        if hasattr(own, "use_triton_kernels"):
-            own.use_triton_kernels = rng.random() < 0.5
-        return AllocatorSide(own), AllocatorSide(_OURS[self.kind](*arguments))
+        allocator = _OWN[self.kind](*arguments)
+        if hasattr(allocator, "use_triton_kernels"):
+            allocator.use_triton_kernels = rng.random() < 0.5
+        return AllocatorSide(allocator), AllocatorSide(_OURS[self.kind](*arguments))
 
     def operations(self, rng: random.Random) -> Operations:
         rows: list[list[Slot]] = []
@@ -313,18 +313,18 @@ class AllocatorCase:
         keep = rng.randint(0, (len(row) - 1) // page_size) * page_size
         end, row[keep:] = row[keep:], []
         calls = [Operation("free", (end,)), Operation("free", (end,))]
-        own = _OWN[self.kind]
-        if hasattr(own, "free_segment"):
+        engine_class = _OWN[self.kind]
+        if hasattr(engine_class, "free_segment"):
             calls.append(Operation("free_segment", (end, keep)))
-        if hasattr(own, "free_segments"):
+        if hasattr(engine_class, "free_segments"):
             calls.append(
                 Operation("free_segments", (end, page_size * (len(end) // page_size // 2)))
             )
-        if hasattr(own, "free_full"):
+        if hasattr(engine_class, "free_full"):
             calls.append(Operation("free_full", (end,)))
-        if hasattr(own, "free_full_segment"):
+        if hasattr(engine_class, "free_full_segment"):
             calls.append(Operation("free_full_segment", (end, keep)))
-        if hasattr(own, "free_page_ids"):
+        if hasattr(engine_class, "free_page_ids"):
             calls.append(Operation("free_page_ids", (list(dict(end)),)))
         yield rng.choice(calls)
 
@@ -335,21 +335,21 @@ class AllocatorCase:
         yield Operation("free_group_end")
 
     def _rare(self, rng: random.Random, rows: list[list[Slot]]) -> Operations:
-        own = _OWN[self.kind]
+        engine_class = _OWN[self.kind]
         kind = rng.randrange(5)
         if kind == 0:
             yield Operation("merge_and_sort_free")
-        elif kind == 1 and hasattr(own, "resize"):
+        elif kind == 1 and hasattr(engine_class, "resize"):
             rows.clear()
             yield Operation("resize", (self.num_pages * self.page_size,))
         elif kind == 2:
             rows.clear()
             yield Operation("clear")
         elif kind == 3 and rows:
-            known = inspect.signature(own.get_cpu_copy).parameters
+            known = inspect.signature(engine_class.get_cpu_copy).parameters
             named = {name: 5 for name in ("mamba_indices", "req_pool_index") if name in known}
             yield Operation("copy", (rng.choice(rows), named if rng.random() < 0.7 else {}))
-        elif kind == 4 and hasattr(own, "backup_state"):
+        elif kind == 4 and hasattr(engine_class, "backup_state"):
             yield Operation("backup")
             yield Operation("alloc", (self.page_size,))
             yield Operation("restore")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.v1.core import block_pool, kv_cache_coordinator
@@ -55,28 +56,44 @@ class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
     def ref_cnt(self, count: int) -> None:
         more = count - self.ref_cnt
         if more > 0:
-            self.pool.core.hold(_ids_to_hold(self.pool.core, [self]) * more)
+            _hold(self.pool.core, [self] * more)
         elif more < 0:
             self.pool.free_blocks([self] * -more)
 
 
-def _ids_to_hold(core: BlockPool, blocks: Iterable[SpecpoolBlock]) -> list[int]:
-    """Return the ids of blocks, the null block left out.
+def _hold(core: BlockPool, blocks: Iterable[SpecpoolBlock], unpinned: Container[int] = ()) -> None:
+    """Hold blocks once more, all of them or none; the null block is left out.
+
+    Args:
+        core: their pool.
+        blocks: a block may be named several times.
+        unpinned: blocks that were not given since they were unpinned: they hold what they held.
 
     Raises:
         PageStateError: a block is free, and what it held is forgotten.
     """
-    ids = []
+    ids, read = list[int](), list[int]()
     for block in blocks:
         if block.is_null:
             continue
         if block._block_hash is None:
             state, _, tag = core.record_of(block.block_id)[:3]
             if state == "cached":  # it keeps its place
-                refusal = f"hold of block {block.block_id}: nobody holds it, and what it held is"
-                raise PageStateError(f"{refusal} forgotten; last tag {tag or 'none'}")
+                if block.block_id not in unpinned:
+                    refusal = f"hold of block {block.block_id}: nobody holds it, and what it held"
+                    raise PageStateError(f"{refusal} is forgotten; last tag {tag or 'none'}")
+                read.append(block.block_id)
         ids.append(block.block_id)
-    return ids
+    core.hold(ids)
+    if read:
+        core.unkeep(read)  # its free is as usual
+
+
+def _freed_at_the_last(blocks: list[int]) -> list[int]:
+    """Return them so that of a block that is named several times the last place counts."""
+    last = list(dict.fromkeys(reversed(blocks)))
+    more = Counter(blocks) - Counter(last)
+    return [*reversed(last), *more.elements()]
 
 
 class FreeOrder:
@@ -144,6 +161,8 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         self.next_tokens: dict[int, int | tuple[int, int]] | None = None
         # The text whose hit is looked up, if a last block can be proved.
         self.reading: Sequence[int] | None = None
+        # Hashes that an event says were stored though their block was refused.
+        self._uncached: list[Any] = []
         # None if a wrong free raises.
         self.quarantine: BlockQuarantine | None = None
         if not self.is_tried and os.environ.get("SPECPOOL_VLLM_FAULTS") != "raise":
@@ -192,8 +211,9 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         else:
             ids = [block.block_id for block in blocks if block._block_hash is not None]
             if len(ids) < len(blocks):
-                ids = _ids_to_hold(self.core, blocks)
-            self.core.hold(ids)
+                _hold(self.core, blocks, self._reuse_watchers)
+            else:
+                self.core.hold(ids)
         if self.metrics_collector:
             for block in blocks:
                 if not block.is_null:
@@ -223,11 +243,13 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         if foreign:
             foreign = self._owned(foreign)
         # The core lets go of the last one first, and gives first what became free last.
+        if len(unhashed) > 1 and len(set(unhashed)) < len(unhashed):
+            unhashed = _freed_at_the_last(unhashed)
         hashed.reverse()
         unhashed += hashed
         self._drop(unhashed)
-        for block in foreign:
-            block.pool.free_blocks([block])
+        for pool in dict.fromkeys(block.pool for block in foreign):
+            pool.free_blocks([block for block in foreign if block.pool is pool])
 
     def _drop(self, blocks: list[int]) -> None:
         """Let go of blocks of which none is in quarantine, the last one first."""
@@ -293,17 +315,26 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         """
         if block.pool is not self:
             self._refuse(f"cache of block {block.block_id}: it is not of this pool")
+            self._uncached.append(block_hash_with_group_id)
             return
         try:
             self.core.keep(block.block_id)
         except PageStateError as error:
             self._freed_too_early(block.block_id, error)
+            self._uncached.append(block_hash_with_group_id)
             return
         if block._block_hash is None:  # so no key leads to it: vLLM would ask its index
             block._block_hash, block._block_hash_num_tokens = block_hash_with_group_id, num_tokens
             self.cached_block_hash_to_block.insert(block_hash_with_group_id, block)
         else:
             _original_insert(self, block_hash_with_group_id, block, num_tokens)
+
+    def take_events(self) -> list[Any]:
+        """Take all events; behind them those that take back what was said of refused blocks."""
+        uncached, self._uncached = self._uncached, []
+        self._emit_block_removed_events(uncached)
+        events: list[Any] = super().take_events()
+        return events
 
     def _freed_too_early(self, block: int, error: PageStateError) -> None:
         if self.quarantine is None:

@@ -59,13 +59,13 @@ def difference(seconds: float = proof.SECONDS) -> str | None:
 
     It takes at most this many seconds of CPU.
     """
-    own, ours = plugin.OwnBlockPool, plugin.SpecpoolBlockPool
-    for name in vars(ours):
-        function = vars(own).get(name)
+    engine_pool, ledger_pool = plugin.OwnBlockPool, plugin.SpecpoolBlockPool
+    for name in vars(ledger_pool):
+        function = vars(engine_pool).get(name)
         if inspect.isfunction(function):
-            for unknown in proof.unknown_parameters(function, vars(ours)[name]):
+            for unknown in proof.unknown_parameters(function, vars(ledger_pool)[name]):
                 return f"BlockPool.{name}: {unknown}"
-    functions = [part for part in vars(own).values() if inspect.isfunction(part)]
+    functions = [part for part in vars(engine_pool).values() if inspect.isfunction(part)]
     return proof.difference(_cases(), functions, REPLACED, episodes=EPISODES, seconds=seconds)
 
 
@@ -140,12 +140,11 @@ class PoolSide:
     def free_blocks(self, ids: Sequence[int]) -> None:
         self.pool.free_blocks(iter(self._blocks(ids)))
 
-    def free_blocks_of_two(self, ids: Sequence[int]) -> int:
-        """Free blocks of this pool and of another in a call; return what is free in the other."""
-        other = type(self.pool)(3, True, HASH_SIZE)
-        self.pool.free_blocks([*self._blocks(ids), *other.get_new_blocks(2)])
-        num_free: int = other.get_num_free_blocks()
-        return num_free
+    def free_blocks_of_two(self, ids: Sequence[int]) -> list[int]:
+        """Free blocks of this pool and of another in a call; return the other's free ones."""
+        foreign = type(self.pool)(3, True, HASH_SIZE)
+        self.pool.free_blocks([*self._blocks(ids), *foreign.get_new_blocks(2)])
+        return [block.block_id for block in foreign.free_block_queue.get_all_free_blocks()]
 
     def change_ref_cnt(self, block: int, more: int) -> None:
         self.pool.blocks[block].ref_cnt += more
@@ -276,7 +275,9 @@ class PoolSide:
         queue = pool.free_block_queue
         order = [block.block_id for block in queue.get_all_free_blocks()]
         cursors = None, *[pool.blocks[block] for block in order[:1]]
-        walks = [[block.block_id for block in queue.iter_blocks_after(each)] for each in cursors]
+        walks = [
+            [block.block_id for block in queue.iter_blocks_after(cursor)] for cursor in cursors
+        ]
         collector = pool.metrics_collector
         if isinstance(pool, plugin.SpecpoolBlockPool):
             pool.core.check()
@@ -386,6 +387,9 @@ class BlockCase:
         kind = rng.random()
         if kind < 0.2 and hasattr(plugin.OwnBlockPool, "unpin_blocks"):
             yield Operation("unpin_blocks", (ids[:cut],))
+            if rng.random() < 0.5:  # a reader gets them back
+                yield Operation("touch", (ids[:cut],))
+                cut = 0
         elif kind < 0.4:
             yield Operation("free_blocks", ([*ids[:cut], 0],))
         elif kind < 0.5 and "pool" in KVCacheBlock.__slots__:
@@ -435,25 +439,29 @@ class BlockCase:
 
     def _odd(self, rng: random.Random, held: list[SimpleNamespace]) -> Operations:
         """Calls that are rare, or wrong."""
-        mine = [block for row in held for block in row.ids]
+        held_ids = [block for row in held for block in row.ids]
         kind = rng.randrange(8)
         if kind == 0:
             yield Operation("get_new_blocks", (self.num_blocks,), _LACK)  # the null block is none
         elif kind == 1:
             yield Operation("evict_blocks", ([self.num_blocks],), _WRONG)
         elif kind == 2:
-            yield Operation("reset_prefix_cache" if mine else "take_events")
+            yield Operation("reset_prefix_cache" if held_ids else "take_events")
         elif kind == 3 and self.is_caching:
             yield Operation("evict_blocks", (rng.sample(range(self.num_blocks), 1),))
-        elif kind == 4 and mine:
-            block = rng.choice(mine)
+        elif kind == 4 and held_ids:
+            block = rng.choice(held_ids)
             for more in (1, 1, -2):
                 yield Operation("change_ref_cnt", (block, more))
+            row = held.pop(rng.randrange(len(held)))
+            for block in row.ids:
+                yield Operation("change_ref_cnt", (block, 1))
+            yield Operation("free_blocks", (rng.sample(2 * row.ids, 2 * len(row.ids)),))
         elif kind == 5:
             yield Operation("emit_cached_block_events", (0, self.hash_counts[0]))
         elif kind == 6 and hasattr(plugin.OwnBlockPool, "is_block_writable"):
             yield Operation("is_block_writable", (rng.randrange(self.num_blocks),))
-        elif kind == 7 and mine and self.is_caching:
+        elif kind == 7 and held_ids and self.is_caching:
             row = rng.choice(held)
             end = min(len(row.ids), self.hash_counts[row.request])
             again = row.request, row.ids, 0, end, HASH_SIZE, 0

@@ -234,6 +234,8 @@ def _cache_full_blocks(
     tokens, unproved = request.all_token_ids, request.__dict__.get("specpool_unproved", 0)
     for index in range(first, end):
         end_position, block = (index + 1) * block_size, blocks[index].block_id
+        if blocks[index].block_hash is None:
+            continue  # it was not cached
         if unproved < end_position < len(tokens):
             pool.next_tokens[block] = tokens[end_position]
         elif end_position == len(tokens):  # not sampled yet: `_note_allocation` does it

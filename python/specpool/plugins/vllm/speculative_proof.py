@@ -105,18 +105,19 @@ class HitSide(ManagerSide):
 class LookupSide:
     """The lookup of ours on the same manager; a longer hit is checked and cut."""
 
-    def __init__(self, own: HitSide) -> None:
-        self.own = own
+    def __init__(self, hits: HitSide) -> None:
+        self.hits = hits
         self.num_longer = 0
 
     def hit(self, index: int) -> tuple[list[int], int]:
-        own, request = self.own, self.own.requests[index]
-        ids, known = own.hit(index)
-        found, length = speculative._get_computed_blocks(_own_computed, own.managed, request)[:2]
-        longer = [block.block_id for block in found.blocks[0]]
+        hits, request = self.hits, self.hits.requests[index]
+        ids, known = hits.hit(index)
+        managed = hits.managed
+        hit, length = speculative._get_computed_blocks(_own_computed, managed, request)[:2]
+        longer = [block.block_id for block in hit.blocks[0]]
         if length != known + HASH_SIZE or longer[:-1] != ids:
             return longer, length
-        writer, end = own.contents[longer[-1]]
+        writer, end = hits.contents[longer[-1]]
         assert end == length, f"the last block ends at {end}, the hit at {length}"
         texts = [list(which.all_token_ids[: length + 1]) for which in (writer, request)]
         assert texts[0] == texts[1], "the last block was computed for another text"
@@ -124,10 +125,10 @@ class LookupSide:
         return ids, known
 
     def admit(self, index: int) -> Any:
-        return self.own.last
+        return self.hits.last
 
     def grow(self, index: int, drafts: int, tokens: list[int]) -> Any:
-        return self.own.last
+        return self.hits.last
 
     def free(self, index: int) -> None:
         pass
@@ -156,9 +157,9 @@ class HitCase:
         managed.spare_lookahead = 0  # as the class has when the level is on
         managed.allocate_slots = MethodType(speculative.allocate_slots, managed)
         speculative.keep_notes(managed.block_pool)
-        own = HitSide(managed, pool_proof.requests(rng))
-        self.lookups.append(LookupSide(own))
-        return own, self.lookups[-1]
+        hits = HitSide(managed, pool_proof.requests(rng))
+        self.lookups.append(LookupSide(hits))
+        return hits, self.lookups[-1]
 
     def operations(self, rng: random.Random) -> Operations:
         running: list[int] = []
