@@ -109,6 +109,11 @@ def _has(case: Case, kind: str) -> bool:
     return any(group["kind"] == kind for group in case.settings["groups"])
 
 
+def _lacks_states(case: Case) -> bool:
+    """Whether a request may have more states, one for each stage, than the pool is given for."""
+    return _has(case, "states") and case.settings.get("stages", 1) - 2 > case.settings["spare"]
+
+
 def _loads_late(case: Case) -> bool:
     return bool(case.settings["connector"] and case.settings["connector"]["is_async"])
 
@@ -405,6 +410,15 @@ KNOWN = (
         ("exception", "lengths"),
         _is_padded_beyond,
         "vLLM #54028 (open)",
+    ),
+    KnownFault(
+        "the least pool leaves out the states of steps in flight, and requests take turns for ever",
+        "vllm",
+        "0.27.0",
+        "0.33.0",
+        ("progress",),
+        _lacks_states,
+        "vLLM #52520 (open)",
     ),
     KnownFault(
         "an aborted turn saves its lengths and its row in its session",

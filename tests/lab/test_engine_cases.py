@@ -52,6 +52,8 @@ def test_a_seed_gives_one_case_that_a_file_keeps(family: str, tmp_path: Path) ->
     assert verbs == {"send", "abort", "pause", "resume"} | (
         set() if family in ("connector", "failing", "host") else {"reset"}
     )
+    piped = [case.settings for case in cases if case.settings["stages"] > 1]
+    assert piped and not any(some["asynchronous"] or some["drafts"] for some in piped)
     cases[0].write(tmp_path / "case.json")
     assert Case.read(tmp_path / "case.json") == cases[0]
 
@@ -154,6 +156,19 @@ def test_a_known_fault_explains_its_law_in_its_releases_with_its_settings() -> N
     assert all(fault.thread and fault.laws for fault in KNOWN)
     reported = [fault.thread for fault in KNOWN if fault.thread.startswith("lab/")]
     assert reported and all((ROOT / thread / "report.md").is_file() for thread in reported)
+
+
+@pytest.mark.parametrize(
+    ("stages", "spare", "is_known"), [(3, 0, True), (3, 1, False), (2, 0, False)]
+)
+def test_the_least_pool_lacks_the_states_of_a_pipelines_stages(
+    stages: int, spare: int, is_known: bool
+) -> None:
+    case = vllm_case(0, "states")
+    settings = case.settings | {"stages": stages, "spare": spare}
+    finding = Finding("progress", "endless", "3000 turns, and work is left")
+    fault = known_fault("vllm-0.33.0", dataclasses.replace(case, settings=settings), finding)
+    assert (fault is not None and "#52520" in fault.thread) == is_known
 
 
 def test_an_alarm_that_stays_where_it_is_hides_no_other_one() -> None:
@@ -272,9 +287,9 @@ def test_each_law_of_the_table_finds_the_fault_planted_into_a_running_engine(eng
     found = {told["plant"]: told["laws"] for told in tell(release, {}, "lab.engines.plants")}
     assert found.pop("") == []
     checked = {law for law, cell in law_table()[engine].items() if not cell.startswith("no: ")}
-    planted = {name.partition(" of ")[0]: laws for name, laws in found.items()}
-    assert planted.keys() == checked - PLANTED_ELSEWHERE
-    assert not {name: laws for name, laws in planted.items() if name not in laws}
+    law_of = {name: name.partition(" of ")[0] for name in found}
+    assert {*law_of.values()} == checked - PLANTED_ELSEWHERE
+    assert not {name: laws for name, laws in found.items() if law_of[name] not in laws}
 
 
 @pytest.mark.full
