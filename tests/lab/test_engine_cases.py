@@ -257,11 +257,28 @@ NEWEST = {"vllm": "vllm-0.33.0", "sglang": "sglang-0.5.23"}
 PLANTED_ELSEWHERE = {"order"}  # test_engine_laws, and the replays of two published faults
 
 
+def marked_rows(mark: str) -> list[list[str]]:
+    """The cells of a table in docs/lab.md, without its head."""
+    text = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+    lines = text.partition(f"<!-- {mark} -->")[2].partition("<!-- end -->")[0].strip().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_table_of_hunts_has_the_sums_of_the_record() -> None:
+    sums: dict[str, list[int]] = {}
+    lines = (REPORTS / "hunts.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(set(lines)) == len(lines)
+    for hunt in map(json.loads, lines):
+        met = (hunt["cases"], sum(hunt["known"].values()), len(hunt["alarms"]))
+        before = sums.get(hunt["release"], [0, 0, 0])
+        sums[hunt["release"]] = [a + b for a, b in zip(before, met, strict=True)]
+    rows = [[release, *(f"{number:,}" for number in sums[release])] for release in sorted(sums)]
+    assert marked_rows("hunts") == rows
+
+
 def law_table() -> dict[str, dict[str, str]]:
     """The table of laws in docs/lab.md: for each engine, the cell of each law."""
-    text = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
-    lines = text.partition("<!-- laws -->")[2].partition("<!-- end -->")[0].strip().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    rows = marked_rows("laws")
     return {
         "vllm": {law: cell for law, _, cell, _ in rows},
         "sglang": {law: cell for law, _, _, cell in rows},
