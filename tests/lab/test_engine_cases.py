@@ -17,7 +17,7 @@ from lab.engines import limit
 from lab.engines.case import Case, Verb
 from lab.engines.command import printed_objects, tell
 from lab.engines.device import Finding
-from lab.engines.known import ENDED, KNOWN, VICTIM, KnownFault, known_fault, ordered
+from lab.engines.known import ENDED, KNOWN, RESUMES, VICTIM, KnownFault, known_fault, ordered
 from lab.engines.releases import RELEASES, ROOT, fetch, release_path
 from lab.engines.report import LAW_TEXTS, write_report
 from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
@@ -169,6 +169,14 @@ def test_the_least_pool_lacks_the_states_of_a_pipelines_stages(
     finding = Finding("progress", "endless", "3000 turns, and work is left")
     fault = known_fault("vllm-0.33.0", dataclasses.replace(case, settings=settings), finding)
     assert (fault is not None and "#52520" in fault.thread) == is_known
+
+
+def test_a_stuck_loop_is_known_where_the_first_locks_a_window_of_the_cache() -> None:
+    case, text = past_case(24, "window"), "the loop is stuck: 1 requests wait"
+    fault = known_fault("sglang-0.5.13.post1", case, Finding("progress", "turn", text + RESUMES))
+    assert fault is not None and fault.thread == "SGLang #32379"
+    assert known_fault("sglang-0.5.13.post1", case, Finding("progress", "turn", text)) is None
+    assert known_fault("sglang-0.5.20", case, Finding("progress", "turn", text + RESUMES)) is None
 
 
 def test_an_alarm_that_stays_where_it_is_hides_no_other_one() -> None:
