@@ -27,6 +27,7 @@ ENDED = ", where a turn of a session ended"
 RETRACTED = ", where a turn of a session was retracted"
 #: Of a loop that is stuck.
 NEAR_POOL = ", and the first that waits leaves less than a page of the pool"
+RESUMES = ", and the first that waits resumes on a cached prefix of a window or more"
 BEHIND = ", and a turn waits behind it whose session holds slots and is closed when the turn ends"
 #: What silently wrong KV breaks, whoever looks first.
 WRONG_KV = ("cache truth", "content", "text")
@@ -107,6 +108,11 @@ def _switches(case: Case) -> bool:
 
 def _has(case: Case, kind: str) -> bool:
     return any(group["kind"] == kind for group in case.settings["groups"])
+
+
+def _lacks_states(case: Case) -> bool:
+    """Whether a request may have more states, one for each stage, than the pool is given for."""
+    return _has(case, "states") and case.settings.get("stages", 1) - 2 > case.settings["spare"]
 
 
 def _loads_late(case: Case) -> bool:
@@ -407,6 +413,15 @@ KNOWN = (
         "vLLM #54028 (open)",
     ),
     KnownFault(
+        "the least pool leaves out the states of steps in flight, and requests take turns for ever",
+        "vllm",
+        "0.27.0",
+        "0.33.0",
+        ("progress",),
+        _lacks_states,
+        "vLLM #52520 (open)",
+    ),
+    KnownFault(
         "an aborted turn saves its lengths and its row in its session",
         "sglang",
         "0.5.10",
@@ -451,6 +466,16 @@ KNOWN = (
         ("text",),
         lambda case: bool(case.settings["shape"]),
         "read: `_cap_finished_len_at_max_new_tokens` since 0.5.18",
+    ),
+    KnownFault(
+        "a request is to have room for a whole window beside the one that its cached prefix locks",
+        "sglang",
+        "0.5.11",
+        "0.5.14",  # the last one with this budget here; 0.5.20 has another one
+        ("progress",),
+        lambda case: bool(case.settings.get("window")),
+        "SGLang #32379",
+        says=RESUMES,
     ),
     KnownFault(
         "taking a row evicts no cached state",

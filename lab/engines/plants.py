@@ -222,19 +222,35 @@ def _vllm() -> tuple[Case, Any, dict[str, Plant]]:
         loop.scheduler.schedule = schedule
         return True
 
+    def encode_nothing(loop: Any) -> bool:
+        loop.scheduler.encoder_cache_manager.check_and_update_cache = lambda *_: True
+        return True
+
+    def lose_slot(loop: Any) -> bool:
+        loop.scheduler.encoder_cache_manager.num_free_slots -= 1
+        return True
+
+    def hold_output(loop: Any) -> bool:
+        loop.scheduler.encoder_cache_manager.free_encoder_input = lambda *_: None
+        return True
+
     groups = [{"kind": kind, "block": 4} for kind in ("full", "states")]
-    settings = PLAIN | {"groups": groups, "connector": None}
+    images = {"most": 4, "budget": 4, "cache": 8, "whole": False}
+    settings = PLAIN | {"groups": groups, "connector": None, "images": images}
+    given = {"stem": 0, "shared": 20, "length": 30, "most": 20}
     verbs = [
-        Verb(at, "send", {"number": at, "stem": 0, "shared": 20, "length": 30, "most": 20})
-        for at in (1, 2, 8, 40)
+        Verb(at, "send", {"number": at, **given, "images": [[22, 4, at]]}) for at in (1, 2, 8, 40)
     ]
     return (
         Case("vllm", "plain", 1, settings, tuple(verbs)),
         VllmLoop,
         {
             "conservation": lose_block,
+            "conservation of the encoder's slots": lose_slot,
+            "conservation of the encoder's outputs": hold_output,
             "one owner": free_twice,
             "content": spoil_slot,
+            "content of an encoder's output": encode_nothing,
             "cache truth": spoil_cache,
             "states": spoil_state,
             "rows": forget_block,

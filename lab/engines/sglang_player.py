@@ -24,7 +24,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from lab.engines.case import Case
 from lab.engines.content import STOP, Text, tokens_of
 from lab.engines.device import Finding
-from lab.engines.known import BEHIND, ENDED, NEAR_POOL, RETRACTED, UNCLOSED
+from lab.engines.known import BEHIND, ENDED, NEAR_POOL, RESUMES, RETRACTED, UNCLOSED
 from lab.engines.laws import LAWS
 from lab.engines.limit import within_limit
 
@@ -305,8 +305,8 @@ class Player(ABC):
     def stuck_note(self) -> str:
         """What is known of the first that waits, if any does.
 
-        It may leave no page of the pool, in a session no two, or wait for slots of a session that
-        cannot be closed.
+        It may leave no page of the pool, in a session no two, lock a window in the cache, or wait
+        for slots of a session that cannot be closed.
         """
         if not self.loop.waiting_queue:
             return ""
@@ -314,6 +314,9 @@ class Player(ABC):
         left = self.case.settings["num_tokens"] - len(req.origin_input_ids) - len(req.output_ids)
         if left < 2 * page if req.rid in self.turns else left <= page:
             return NEAR_POOL
+        window = self.case.settings.get("window")
+        if window and len(req.prefix_indices) >= window:
+            return RESUMES
         held = self.slots()
         sessions = self.loop.session_controller.sessions
         waiting = [turn.rid for turn in self.loop.waiting_queue[1:]]

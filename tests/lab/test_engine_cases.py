@@ -17,7 +17,7 @@ from lab.engines import limit
 from lab.engines.case import Case, Verb
 from lab.engines.command import printed_objects, tell
 from lab.engines.device import Finding
-from lab.engines.known import ENDED, KNOWN, VICTIM, KnownFault, known_fault, ordered
+from lab.engines.known import ENDED, KNOWN, RESUMES, VICTIM, KnownFault, known_fault, ordered
 from lab.engines.releases import RELEASES, ROOT, fetch, release_path
 from lab.engines.report import LAW_TEXTS, write_report
 from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
@@ -52,6 +52,8 @@ def test_a_seed_gives_one_case_that_a_file_keeps(family: str, tmp_path: Path) ->
     assert verbs == {"send", "abort", "pause", "resume"} | (
         set() if family in ("connector", "failing", "host") else {"reset"}
     )
+    piped = [case.settings for case in cases if case.settings["stages"] > 1]
+    assert piped and not any(some["asynchronous"] or some["drafts"] for some in piped)
     cases[0].write(tmp_path / "case.json")
     assert Case.read(tmp_path / "case.json") == cases[0]
 
@@ -156,6 +158,27 @@ def test_a_known_fault_explains_its_law_in_its_releases_with_its_settings() -> N
     assert reported and all((ROOT / thread / "report.md").is_file() for thread in reported)
 
 
+@pytest.mark.parametrize(
+    ("stages", "spare", "is_known"), [(3, 0, True), (3, 1, False), (2, 0, False)]
+)
+def test_the_least_pool_lacks_the_states_of_a_pipelines_stages(
+    stages: int, spare: int, is_known: bool
+) -> None:
+    case = vllm_case(0, "states")
+    settings = case.settings | {"stages": stages, "spare": spare}
+    finding = Finding("progress", "endless", "3000 turns, and work is left")
+    fault = known_fault("vllm-0.33.0", dataclasses.replace(case, settings=settings), finding)
+    assert (fault is not None and "#52520" in fault.thread) == is_known
+
+
+def test_a_stuck_loop_is_known_where_the_first_locks_a_window_of_the_cache() -> None:
+    case, text = past_case(24, "window"), "the loop is stuck: 1 requests wait"
+    fault = known_fault("sglang-0.5.13.post1", case, Finding("progress", "turn", text + RESUMES))
+    assert fault is not None and fault.thread == "SGLang #32379"
+    assert known_fault("sglang-0.5.13.post1", case, Finding("progress", "turn", text)) is None
+    assert known_fault("sglang-0.5.20", case, Finding("progress", "turn", text + RESUMES)) is None
+
+
 def test_an_alarm_that_stays_where_it_is_hides_no_other_one() -> None:
     turn = {"length": 4, "most": 4, "session": 0}
     verbs = tuple(Verb(at, "turn", {"number": at, **turn}) for at in (1, 9))
@@ -242,11 +265,28 @@ NEWEST = {"vllm": "vllm-0.33.0", "sglang": "sglang-0.5.23"}
 PLANTED_ELSEWHERE = {"order"}  # test_engine_laws, and the replays of two published faults
 
 
+def marked_rows(mark: str) -> list[list[str]]:
+    """The cells of a table in docs/lab.md, without its head."""
+    text = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+    lines = text.partition(f"<!-- {mark} -->")[2].partition("<!-- end -->")[0].strip().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_table_of_hunts_has_the_sums_of_the_record() -> None:
+    sums: dict[str, list[int]] = {}
+    lines = (REPORTS / "hunts.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(set(lines)) == len(lines)
+    for hunt in map(json.loads, lines):
+        met = (hunt["cases"], sum(hunt["known"].values()), len(hunt["alarms"]))
+        before = sums.get(hunt["release"], [0, 0, 0])
+        sums[hunt["release"]] = [a + b for a, b in zip(before, met, strict=True)]
+    rows = [[release, *(f"{number:,}" for number in sums[release])] for release in sorted(sums)]
+    assert marked_rows("hunts") == rows
+
+
 def law_table() -> dict[str, dict[str, str]]:
     """The table of laws in docs/lab.md: for each engine, the cell of each law."""
-    text = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
-    lines = text.partition("<!-- laws -->")[2].partition("<!-- end -->")[0].strip().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    rows = marked_rows("laws")
     return {
         "vllm": {law: cell for law, _, cell, _ in rows},
         "sglang": {law: cell for law, _, _, cell in rows},
@@ -272,9 +312,9 @@ def test_each_law_of_the_table_finds_the_fault_planted_into_a_running_engine(eng
     found = {told["plant"]: told["laws"] for told in tell(release, {}, "lab.engines.plants")}
     assert found.pop("") == []
     checked = {law for law, cell in law_table()[engine].items() if not cell.startswith("no: ")}
-    planted = {name.partition(" of ")[0]: laws for name, laws in found.items()}
-    assert planted.keys() == checked - PLANTED_ELSEWHERE
-    assert not {name: laws for name, laws in planted.items() if name not in laws}
+    law_of = {name: name.partition(" of ")[0] for name in found}
+    assert {*law_of.values()} == checked - PLANTED_ELSEWHERE
+    assert not {name: laws for name, laws in found.items() if law_of[name] not in laws}
 
 
 @pytest.mark.full
