@@ -142,14 +142,14 @@ class LedgerStates(StateMemory):
     """
 
     def __init__(self, visits: Sequence[Visit], flush: int, *, prefix_cache: bool) -> None:
-        most = max(visit.prompt_len + sum(visit.accept_lens) for visit in visits)
-        most += (2 + OVERLAP_DEPTH) * CHAIN.num_draft_tokens
-        pages_per_row = -(-most // PAGE_SIZE) + 1
+        max_len = max(visit.prompt_len + sum(visit.accept_lens) for visit in visits)
+        max_len += (2 + OVERLAP_DEPTH) * CHAIN.num_draft_tokens
+        pages_per_row = -(-max_len // PAGE_SIZE) + 1
         self.ledger = Ledger(
             [Group("kv", page_size=PAGE_SIZE, num_pages=len(visits) * pages_per_row)],
             [CHAIN],
             num_rows=len(visits),
-            max_context_len=most,
+            max_context_len=max_len,
             overlap_depth=OVERLAP_DEPTH,
             states=[state_group(len(visits) * (1 + prefix_cache), flush)],
         )
@@ -233,20 +233,20 @@ def of_model(name: str) -> tuple[Recurrent, StateBytes]:
     """Return a model's recurrent layers, and the bytes of a slot and a record as allocated."""
     from benches.states import CONFIGS, Marginal, outline
 
-    found = outline(name)
+    layers = outline(name)
     (states,) = {
-        tuple((state.kind, state.shape) for state in mixer.states) for mixer in found.mixers
+        tuple((state.kind, state.shape) for state in mixer.states) for mixer in layers.mixers
     }
     shapes = dict(states)
     config = json.loads((CONFIGS / name / "config.json").read_text("utf-8"))
     model = Recurrent(
-        num_layers=len(found.mixers),
+        num_layers=len(layers.mixers),
         kind=config["model_type"],
         conv=shapes["conv"],
         state=shapes.get("recurrent", ()),
         num_groups=config.get("linear_num_key_heads", config.get("n_groups", 1)),
     )
-    marginal = Marginal.of(found)
+    marginal = Marginal.of(layers)
     return model, StateBytes(marginal.slot, marginal.record, marginal.flush)
 
 
@@ -264,13 +264,15 @@ def results(
     answers: Mapping[str, Mapping[str, Sequence[float]]],
 ) -> list[Result]:
     """Return a model's figures: ours beside those of each engine's ways that serve it."""
-    found = []
+    figures = []
     for (peer, way), (title, prefix_cache) in WAYS.items():
         if way in answers[peer]:
             for index, unit in enumerate(("states", "B")):
                 values = ours[prefix_cache][index], answers[peer][way][index]
-                found.append(Result(f"{model}: {unit}, {title}", values[0], unit, title, values[1]))
-    return found
+                figures.append(
+                    Result(f"{model}: {unit}, {title}", values[0], unit, title, values[1])
+                )
+    return figures
 
 
 def held_states(
@@ -293,10 +295,10 @@ def held_states(
     for name, title in NAMES.items():
         models[title], sizes[title] = of_model(name)
     answers = {peer: ask(peer, visits, models) for peer in PEERS}
-    found: list[Result] = []
+    figures: list[Result] = []
     for model, size in sizes.items():
         ours = {cached: own(visits, size, prefix_cache=cached) for cached in (False, True)}
         of_peers = {peer: answer[model] for peer, answer in answers.items()}
-        found += results(model, ours, of_peers)
+        figures += results(model, ours, of_peers)
     where = machine(packages=("torch", "transformers"))
-    report("bench held-states: of a running request", where, found, json_only=json, plot=plot)
+    report("bench held-states: of a running request", where, figures, json_only=json, plot=plot)

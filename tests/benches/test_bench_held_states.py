@@ -79,8 +79,8 @@ def test_a_round_accepts_the_drafts_before_the_first_wrong_one(accept_rate, acce
 
 def test_a_way_that_an_engine_does_not_serve_has_no_figure():
     answers = {"vllm": {"none": [4.0, 400.0], "align": [4.0, 440.0]}, "sglang": {"ring": [1, 50.0]}}
-    found = results("m", {False: [1.0, 100.0], True: [1.0, 110.0]}, answers)
-    assert [(line.name, line.ratio) for line in found if line.unit == "B"] == [
+    figures = results("m", {False: [1.0, 100.0], True: [1.0, 110.0]}, answers)
+    assert [(line.name, line.ratio) for line in figures if line.unit == "B"] == [
         ("m: B, vLLM", 0.25),
         ("m: B, SGLang with ReplaySSM", 2),
         ("m: B, vLLM, prefix cache", 0.25),
