@@ -90,7 +90,7 @@ def _hold(core: BlockPool, blocks: Iterable[SpecpoolBlock], unpinned: Container[
 
 
 def _freed_at_the_last(blocks: list[int]) -> list[int]:
-    """Return them so that of a block that is named several times the last place counts."""
+    """Return the ids in an order in which, of a repeated one, the last place counts."""
     last = list(dict.fromkeys(reversed(blocks)))
     more = Counter(blocks) - Counter(last)
     return [*reversed(last), *more.elements()]
