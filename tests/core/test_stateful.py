@@ -72,7 +72,7 @@ class LedgerAgainstOracle(RuleBasedStateMachine):
 
 def test_the_ledger_agrees_with_the_oracle():
     LedgerAgainstOracle.counts.clear()
-    examples = settings(SETTINGS, max_examples=SOAK or 200)
+    examples = settings(SETTINGS, max_examples=SOAK or 300)
     run_state_machine_as_test(LedgerAgainstOracle, settings=examples)
     counts = LedgerAgainstOracle.counts
     done = sum(count for (_, outcome), count in counts.items() if outcome == "ok")
