@@ -90,6 +90,8 @@ class _Side:
             SimpleNamespace(
                 rid=str(row),
                 prefix_len=0,
+                prefix_indices=torch.empty(0, dtype=torch.int64),
+                last_node=None,
                 decode_batch_idx=0,
                 kv=SimpleNamespace(
                     kv_committed_len=n, kv_allocated_len=n, req_pool_idx=None, holds_kv=False
@@ -104,6 +106,7 @@ class _Side:
             is_chunk_cache=lambda: True,
             is_tree_cache=lambda: False,
             supports_prefix_sharing=lambda: False,
+            path_device_indices=lambda node: torch.empty(0, dtype=torch.int64),
         )
         self.batch = SimpleNamespace(
             reqs=self.reqs,
@@ -192,7 +195,9 @@ def _specpool(
         book.ledger.launch(step)
         book.ledger.complete(step)
         book.ledger.finish(row)
+    book.batch = batch
     side.pool.late(side.reqs)
+    book.batch = None
     batch.req_pool_indices = torch.tensor([req.kv.req_pool_idx for req in side.reqs])
     batch.req_pool_indices_cpu = batch.req_pool_indices
     at = row_pool.rows_of(side.reqs)
