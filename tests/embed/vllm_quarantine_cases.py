@@ -150,6 +150,23 @@ def test_a_block_that_is_freed_wrongly_is_kept_from_everybody(
     assert all(name in shown for name in names)
 
 
+def test_who_reads_a_block_that_goes_into_quarantine_is_told_and_cannot_hold_it() -> None:
+    """As HiSparse reads what it has unpinned: nothing finds what the block held."""
+    pool, blocks = held(64)
+    told: list[int] = []
+    pool.unpin_blocks(blocks[2:], lambda block: told.append(block.block_id))
+    pool.free_blocks(blocks[2:])
+    assert told == [3]
+    pool.unpin_blocks([blocks[1], blocks[1]], lambda block: told.append(block.block_id))
+    assert set(told) == {3, 2} == set(pool.quarantine.blocks)
+    assert pool._reuse_watchers == {}
+    before = pool.core.state_hash()
+    for block in blocks[1:]:
+        with pytest.raises(PageStateError, match=f"hold of block {block.block_id}: it is in quar"):
+            pool.touch([blocks[0], block])
+    assert pool.core.state_hash() == before
+
+
 @pytest.mark.parametrize("fault", OF_NO_BLOCK)
 def test_a_block_of_no_pool_is_left_out_and_said(
     fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -93,7 +93,7 @@ class Quarantine:
         while len(self.blocks) >= max(1, self.core.num_blocks // SHARE):
             self._take_out(next(iter(self.blocks)))
         self.core.unkeep([block])
-        _take_free(self.core, block, wrong.tag)
+        take_free(self.core, block, wrong.tag)
         self.blocks[block] = wrong.tag
         self._enter(block)
         self._report(wrong)
@@ -129,8 +129,8 @@ class Quarantine:
         state.close()
 
 
-def _take_free(core: BlockPool, block: int, tag: str) -> None:
-    """Take one certain free block; the others keep their order and their tags."""
+def take_free(core: BlockPool, block: int, tag: str | None) -> None:
+    """Take one certain free block; the others keep their order and their tags. O(free blocks)."""
     order = core.preview(core.num_free).tolist()
     before = order[: order.index(block)]
     for other in before:

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from specpool import BlockPool, OutOfPages, PageStateError, SpecpoolError
 from specpool.plugins import record
-from specpool.plugins.quarantine import Quarantine
+from specpool.plugins.quarantine import Quarantine, take_free
 from specpool.plugins.status import status_of
 
 OwnBlockPool: Any = block_pool.BlockPool
@@ -70,23 +70,33 @@ def _hold(core: BlockPool, blocks: Iterable[SpecpoolBlock], unpinned: Container[
         unpinned: blocks that were not given since they were unpinned: they hold what they held.
 
     Raises:
-        PageStateError: a block is free, and what it held is forgotten.
+        PageStateError: a block is free, and what it held is forgotten; or it is in quarantine.
     """
-    ids, read = list[int](), list[int]()
+    ids, read, free = list[int](), list[int](), list[int]()
     for block in blocks:
         if block.is_null:
             continue
         if block._block_hash is None:
+            if isinstance(block.pool, BlockQuarantine):
+                raise PageStateError(f"hold of block {block.block_id}: it is in quarantine")
             state, _, tag = core.record_of(block.block_id)[:3]
             if state == "cached":  # it keeps its place
                 if block.block_id not in unpinned:
                     refusal = f"hold of block {block.block_id}: nobody holds it, and what it held"
                     raise PageStateError(f"{refusal} is forgotten; last tag {tag or 'none'}")
                 read.append(block.block_id)
+            elif state == "free" and block.block_id in unpinned:  # others freed it since
+                free.append(block.block_id)
+                continue
         ids.append(block.block_id)
     core.hold(ids)
     if read:
         core.unkeep(read)  # its free is as usual
+    for block_id in free:
+        if core.refs(block_id):  # it is named twice
+            core.hold(block_id)
+        else:
+            take_free(core, block_id, core.record_of(block_id)[2])
 
 
 def _freed_at_the_last(blocks: list[int]) -> list[int]:
@@ -280,6 +290,8 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         """Forget what a block holds that is in quarantine, and send its frees there."""
         block: Any = self.blocks[block_id]
         self._emit_block_removed_events(self._forget(block))
+        if self._reuse_watchers:
+            self._notify_reuse([block])
         assert self.quarantine is not None
         block.pool = self.quarantine
 
@@ -295,10 +307,13 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         self._keep_held([block.block_id for block in held])  # so that free blocks go before them
         ids = [block.block_id for block in held if block.pool is self]
         self._drop(ids[::-1])
-        for block in held:  # others hold it, whose free is as usual
-            if block.pool is self and block.ref_cnt and block._block_hash is None:
+        for block in held:
+            if block.pool is not self:  # it is in quarantine now
+                on_reuse(block)
+                continue
+            if block.ref_cnt and block._block_hash is None:  # its others free it as usual
                 self.core.unkeep([block.block_id])
-        self._reuse_watchers.update(dict.fromkeys(ids, on_reuse))
+            self._reuse_watchers[block.block_id] = on_reuse
 
     # What blocks hold: vLLM's index, and whether the core caches them.
 

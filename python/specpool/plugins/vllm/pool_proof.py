@@ -221,6 +221,12 @@ class PoolSide:
         blocks = self._blocks(ids)
         self.pool.unpin_blocks(blocks, lambda block: self.reused.append(block.block_id))
 
+    def touch_unpinned(self) -> list[int]:
+        """Hold all blocks that were not given since they were unpinned; return them."""
+        ids = sorted(self.pool._reuse_watchers)
+        self.touch(ids)
+        return ids
+
     def evict_blocks(self, ids: Sequence[int]) -> None:
         self.pool.evict_blocks(set(ids))
 
@@ -440,7 +446,7 @@ class BlockCase:
     def _odd(self, rng: random.Random, held: list[SimpleNamespace]) -> Operations:
         """Calls that are rare, or wrong."""
         held_ids = [block for row in held for block in row.ids]
-        kind = rng.randrange(8)
+        kind = rng.randrange(9)
         if kind == 0:
             yield Operation("get_new_blocks", (self.num_blocks,), _LACK)  # the null block is none
         elif kind == 1:
@@ -466,6 +472,9 @@ class BlockCase:
             end = min(len(row.ids), self.hash_counts[row.request])
             again = row.request, row.ids, 0, end, HASH_SIZE, 0
             yield Operation("cache_full_blocks", again, _WRONG)
+        elif kind == 8 and hasattr(plugin.OwnBlockPool, "unpin_blocks"):
+            ids = yield Operation("touch_unpinned")
+            held.append(SimpleNamespace(ids=ids, request=0))
 
 
 class QueueSide:
