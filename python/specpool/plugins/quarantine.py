@@ -85,7 +85,7 @@ class Quarantine:
 
     def has_any(self, blocks: npt.NDArray[np.int64]) -> bool:
         """Return whether one of the blocks is in."""
-        return bool(self.blocks) and not self.blocks.keys().isdisjoint(blocks.tolist())
+        return not self.blocks.keys().isdisjoint(blocks.tolist())
 
     def put_in(self, block: int, refusal: str) -> None:
         """Keep a block that nobody holds from everybody. O(free blocks)."""

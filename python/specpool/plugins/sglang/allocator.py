@@ -360,7 +360,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         if self.pool is None:
             raise AllocatorError(f"free of pages {pages.tolist()}: the pool has no page")
         quarantine = self.quarantine
-        if quarantine is not None and quarantine.has_any(pages):
+        if quarantine is not None and quarantine.blocks and quarantine.has_any(pages):
             pages = self._drop_each(quarantine, pages)
         else:
             try:

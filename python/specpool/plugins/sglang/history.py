@@ -31,7 +31,8 @@ class History:
         self._take_of = np.zeros(num_pages + 1, np.int64)  # call * len(VERBS) + verb
         self._row_of = np.zeros(num_pages + 1, np.int64)  # row of SGLang's table; 0: not known
         self._takes: list[tuple[int, _I64, Any, Any]] = []
-        self._frees: deque[tuple[int, _I64, str | None]] = deque(maxlen=MOST_LINES)
+        # Pages as bytes, which take less time than a copy of their array.
+        self._frees: deque[tuple[int, bytes, Any, str | None]] = deque(maxlen=MOST_LINES)
         self._requests: dict[int, deque[tuple[int, str]]] = {}
 
     def took(self, verb: int, pages: npt.NDArray[Any], counts: Any = None) -> None:
@@ -50,7 +51,7 @@ class History:
     def freed(self, pages: npt.NDArray[Any], request: str | None) -> None:
         """Note pages that were given back, and by which request if that is known. O(pages)."""
         self.call += 1
-        self._frees.append((self.call, pages.copy(), request))
+        self._frees.append((self.call, pages.tobytes(), pages.dtype, request))
 
     def note_rows(self, since: int, rows: Any, counts: Any = None) -> None:
         """Note the rows that the pages since call `since` were taken for, and a count for each."""
@@ -74,8 +75,8 @@ class History:
         request = self._request(int(self._row_of[page]), call)
         if request is not None:
             line += f", for request {request}"
-        for freed, pages, freer in reversed(self._frees):
-            if freed > call and (pages == page).any():
+        for freed, pages, dtype, freer in reversed(self._frees):
+            if freed > call and page in np.frombuffer(pages, dtype):
                 line += f"; freed by call {freed}" + (f" of request {freer}" if freer else "")
                 break
         return line

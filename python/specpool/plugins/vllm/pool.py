@@ -255,11 +255,13 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         # The core lets go of the last one first, and gives first what became free last.
         if len(unhashed) > 1 and len(set(unhashed)) < len(unhashed):
             unhashed = _freed_at_the_last(unhashed)
-        hashed.reverse()
-        unhashed += hashed
+        if hashed:
+            hashed.reverse()
+            unhashed += hashed
         self._drop(unhashed)
-        for pool in dict.fromkeys(block.pool for block in foreign):
-            pool.free_blocks([block for block in foreign if block.pool is pool])
+        if foreign:  # the usual call does not pay for the loop
+            for pool in dict.fromkeys(block.pool for block in foreign):
+                pool.free_blocks([block for block in foreign if block.pool is pool])
 
     def _drop(self, blocks: list[int]) -> None:
         """Let go of blocks of which none is in quarantine, the last one first."""
