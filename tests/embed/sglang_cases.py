@@ -437,11 +437,20 @@ def forgets_a_group(own: Any) -> Any:
     return free_group_end
 
 
+def resizes_no_pages(own: Any) -> Any:
+    def resize(self: Any, config: Any) -> None:
+        self.size = config.max_total_num_tokens
+        self.clear()
+
+    return resize
+
+
 PLANTS = [
     (frees_a_page_twice, "free", r"free\w*\(.*\): the free tokens: the engine's own gives \d+"),
     (keeps_a_page, "alloc", r"alloc\(\d+\): it: the engine's own gives None, ours \["),
     (gives_a_held_page, "alloc_decode", r"alloc_decode\(.*\): the free tokens: "),
     (forgets_a_group, "free_group_end", r"free_group_end\(\): the free tokens: "),
+    (resizes_no_pages, "resize", r"resize\(\d+\): the free tokens: the engine's own gives \d+"),
 ]
 
 
@@ -449,7 +458,7 @@ PLANTS = [
 def test_the_proof_names_the_first_operation_that_differs(
     plant: Callable[[Any], Any], name: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OWN["paged"], name, plant(vars(OWN["paged"])[name]))
+    monkeypatch.setattr(OWN["paged"], name, plant(getattr(OWN["paged"], name)))
     (line,) = drift.differences()
     assert re.match(r"PagedTokenToKVPoolAllocator, seed \d+, operation \d+, " + expected, line), (
         line

@@ -188,6 +188,7 @@ class AllocatorSide:
 
     def resize(self, num_tokens: int) -> None:
         self.allocator.resize(SimpleNamespace(max_total_num_tokens=num_tokens))
+        assert self.allocator.size == num_tokens, f"the allocator has {self.allocator.size} tokens"
         self.names, self.pages = {}, {}
 
     def copy(self, slots: Sequence[Slot], named: dict[str, Any]) -> Any:
@@ -341,7 +342,9 @@ class AllocatorCase:
             yield Operation("merge_and_sort_free")
         elif kind == 1 and hasattr(engine_class, "resize"):
             rows.clear()
-            yield Operation("resize", (self.num_pages * self.page_size,))
+            self.num_pages = rng.randint(3, 12)
+            beyond = rng.choice([0, self.page_size - 1])  # less than a page
+            yield Operation("resize", (self.num_pages * self.page_size + beyond,))
         elif kind == 2:
             rows.clear()
             yield Operation("clear")
