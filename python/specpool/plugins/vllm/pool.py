@@ -62,7 +62,7 @@ class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
 
 
 def _hold(core: BlockPool, blocks: Iterable[SpecpoolBlock], unpinned: Container[int] = ()) -> None:
-    """Hold blocks once more, all of them or none; the null block is left out.
+    """Hold blocks once more, all or none; the null block and those in quarantine are left out.
 
     Args:
         core: their pool.
@@ -70,7 +70,7 @@ def _hold(core: BlockPool, blocks: Iterable[SpecpoolBlock], unpinned: Container[
         unpinned: blocks that were not given since they were unpinned: they hold what they held.
 
     Raises:
-        PageStateError: a block is free, and what it held is forgotten; or it is in quarantine.
+        PageStateError: a block is free, and what it held is forgotten.
     """
     ids, read, free = list[int](), list[int](), list[int]()
     for block in blocks:
@@ -78,7 +78,7 @@ def _hold(core: BlockPool, blocks: Iterable[SpecpoolBlock], unpinned: Container[
             continue
         if block._block_hash is None:
             if isinstance(block.pool, BlockQuarantine):
-                raise PageStateError(f"hold of block {block.block_id}: it is in quarantine")
+                continue  # nobody else gets it, and its free goes there
             state, _, tag = core.record_of(block.block_id)[:3]
             if state == "cached":  # it keeps its place
                 if block.block_id not in unpinned:
