@@ -7,6 +7,7 @@ all there are.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -133,8 +134,8 @@ def take_free(core: BlockPool, block: int, tag: str | None) -> None:
     """Take one certain free block; the others keep their order and their tags. O(free blocks)."""
     order = core.preview(core.num_free).tolist()
     before = order[: order.index(block)]
-    for other in before:
-        core.take(1, None, core.record_of(other)[2])
+    for other_tag, run in itertools.groupby(before, lambda other: core.record_of(other)[2]):
+        core.take(len(list(run)), None, other_tag)
     core.take(1, None, tag)
     core.drop(before)
 
