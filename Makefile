@@ -33,7 +33,7 @@ $(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(CORE)
 
 # The same, and the tests' dependencies. Dozens of tests start a Python of their own: compiled packages halve its start.
 $(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(CORE)
-	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(UV_TORCH) --editable '.[dev]'
+	$(ALONE) $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(UV_TORCH) --editable '.[dev]'
 	@touch $@ $(VENV)/.run
 
 # SGLang without what only a GPU needs, beside .venv: what its allocators, batches and plug-in loader import.
@@ -169,9 +169,9 @@ lint-python: $(VENV)/.dev
 	printf '[mypy]\nfollow_imports = skip\n' | $(BIN)/python -m mypy.stubtest specpool._core --mypy-config-file /dev/stdin
 	$(BIN)/python tests/gpu.py --dry
 
-# A worker takes half of the tests in their order, so that the tests of a file share its fixtures. The other
-# one takes from its end when it has none left.
-WORKERS ?= 2
+# A worker takes a third of the tests in their order, so that the tests of a file share its fixtures. One that has
+# none left takes from another's end. Three, since servers' tests wait: two processors are never idle.
+WORKERS ?= 3
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 # The laws of the core, of the kernels' twins and of the house: no model, no compiler.
@@ -186,10 +186,10 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 	cargo test --quiet -p specpool-core --lib
 	$(PYTEST) -m "not full" -k "not nvrtc and not agrees_with_the_oracle and not few_bytes and not run_of_the_engine" -q $(CHECKED)
 
-# Side by side: building the core's tests leaves half of the processors idle, as servers' tests do.
+# Side by side: installing, building the core's tests, and servers' tests all leave processors idle.
 # What is started there must not ask this make for its share of two jobs: rustdoc and make itself would warn.
 ALONE := unset MAKEFLAGS;
-test: $(VENV)/.dev ## install if needed, and run the tests (about 14 minutes on two quiet cores)
+test: ## install if needed, and run the tests (about 12 minutes on two quiet cores)
 	$(MAKE) --no-print-directory --jobs 2 test-rust test-python
 
 test-rust: # the proofs are optimised, and their tests with them; the core is not, which is quicker to build
@@ -215,7 +215,7 @@ CARD_PYTHON ?= 3.12
 .engines/card: $(UV) pyproject.toml Cargo.toml $(CORE)
 	rm -rf $@
 	$(UV) venv --quiet --python $(CARD_PYTHON) $@
-	$(UV) pip install --quiet --compile-bytecode --python $@/bin/python $(CARD) --editable '.[dev]'
+	$(ALONE) $(UV) pip install --quiet --compile-bytecode --python $@/bin/python $(CARD) --editable '.[dev]'
 
 test-card: .engines/card ## the tests of worker, attention and devices with the versions of a machine that had a card (3 GB; without a card)
 	OMP_NUM_THREADS=1 $</bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not full" tests/worker tests/attention tests/device

@@ -15,6 +15,7 @@ SMALL = ["--length", "64", "--target-minutes", "0.001", "--draft-minutes", "0.00
 SHORT = ["--prompts", "1", "--prompt", "192", "--tokens", "12"]
 
 
+@pytest.mark.full
 def test_each_drafter_is_measured_with_windows_and_without(capsys, tmp_path):
     """Law: kept models are trained once, and the figures of two runs are the same."""
     options = [*SMALL, *SHORT, "--keep", str(tmp_path), "--json"]

@@ -10,6 +10,7 @@ from benches import llama
 from cli_kit import call
 
 
+@pytest.mark.full
 def test_each_drafter_stands_beside_transformers_on_the_same_target(capsys, monkeypatch):
     """Law: searches run on the toys and on a random model. Both sides write plain decoding's text,
     or the command fails."""

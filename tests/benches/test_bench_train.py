@@ -13,6 +13,7 @@ from specpool.engine.assets.corpus import corpus
 SMALL = ["--hidden-size", "64", "--layers", "2", "--target-minutes", "0.005", "--epochs", "0.04"]
 
 
+@pytest.mark.full
 def test_each_kind_of_target_gets_a_head_that_is_measured(capsys, monkeypatch, tmp_path):
     """Law: a kept target is trained once."""
     monkeypatch.setattr(train, "corpus", lambda seed, num_bytes: corpus(seed, num_bytes // 40))

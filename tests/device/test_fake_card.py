@@ -168,11 +168,10 @@ def state_cases():
         has_kernels = family not in recurrent_families.WITHOUT_KERNELS
         cases = [(CHAIN, "eager"), (TREE if has_kernels else None, "overlapped")]
         for shape, how in cases:
-            is_quick = family == "bamba" or (family, how) == ("qwen3_next", "overlapped")
-            yield pytest.param(family, shape, how, marks=() if is_quick else pytest.mark.full)
+            marks = () if (family, how) == ("bamba", "overlapped") else pytest.mark.full
+            yield pytest.param(family, shape, how, marks=marks)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "shape", "how"), [*state_cases()])
 def test_states_stay_on_a_card(family, shape, how):
     """Law: no step of recurrent layers is on the wrong device, or waits for it."""

@@ -31,7 +31,7 @@ BUDGET = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "how"),
     [pytest.param(*at, marks=() if at[1] == "captured" else pytest.mark.full) for at in BUDGET],

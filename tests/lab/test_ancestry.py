@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from cli_kit import call
 
 
+@pytest.mark.full
 def test_exact_ancestry_pays_or_costs_nothing(capsys):
     """The accept length with the true ancestors is at least that of upstream's reading."""
     code, out, err = call(capsys, "lab", "ancestry", "--json")

@@ -22,6 +22,7 @@ PLAIN = Shape.none()
 COSTS = model.Costs({PLAIN: {1: 1.0, 4: 2.0}, chain(1): {1: 1.5, 4: 4.0}, chain(3): {1: 2, 4: 8}})
 
 
+@pytest.mark.full
 def test_the_json_has_both_parts(capsys, monkeypatch):
     monkeypatch.setattr(adaptive, "NUM_ROUNDS", 4)
     code, out, err = call(capsys, *SMALL, "--rounds", "30", "--json")

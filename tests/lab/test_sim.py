@@ -45,6 +45,7 @@ def test_a_hundred_turns_of_sessions_break_no_law(capsys):
     assert turns and int(turns[1].replace(",", "")) >= 100
 
 
+@pytest.mark.full
 def test_everything_happens():
     tally, seen = Tally(), set()
     wanted = {1, 3, 4, 16, 64, "split", "shared", "dense", "holey", "exact", "double_buffer"}

@@ -117,6 +117,7 @@ def test_the_text_is_transformers_own(targets, seed):
     Case(seed).run(targets, 40)
 
 
+@pytest.mark.full
 def test_the_cases_are_of_every_kind(targets):
     found = Counter()
     for seed in range(32):  # as many as it takes

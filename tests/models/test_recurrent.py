@@ -384,7 +384,7 @@ def test_a_conversation_goes_on_from_its_state(reference, depth):
                 session.rewind(length)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("draft", [None, "ngram", "scripted"])
 @pytest.mark.parametrize("family", FEW)
@@ -417,7 +417,7 @@ def test_a_conversation_waits_on_the_host_with_its_state(reference, draft, page_
         assert all(group.free_pages == group.num_pages for group in host.groups)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("family", FEW)
@@ -444,7 +444,7 @@ def test_a_pinned_text_has_its_state(reference, depth, page_size):
         assert output.token_ids == reference.text(text, NUM_TOKENS)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("family", FEW)
 def test_a_retracted_row_comes_back_from_the_host(reference, depth):
@@ -458,7 +458,7 @@ def test_a_retracted_row_comes_back_from_the_host(reference, depth):
         assert 0 < host.reload_ct == host.offload_ct
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("draft", [None, "scripted"])
 @pytest.mark.parametrize("depth", [0, 1])
