@@ -24,7 +24,7 @@ def test_each_mutant_that_a_proof_at_load_accepts_has_its_reason() -> None:
     page = sorted(RESULTS.glob("*-engine-mutants.md"))[-1].read_text(encoding="utf-8")
     records = [
         json.loads(sorted(RESULTS.glob(f"*-mutants-{engine}.json"))[-1].read_text(encoding="utf-8"))
-        for engine in ("vllm", "sglang-reserve", "sglang-rows")
+        for engine in ("vllm", "sglang", "sglang-reserve", "sglang-rows")
     ]
     tried, accepted, late = (
         " | ".join(str(text) for text in texts)
