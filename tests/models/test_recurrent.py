@@ -560,6 +560,8 @@ def drafter_cases():
     for (i, family), (j, (draft, shape)), k in itertools.product(
         enumerate(FAMILIES), enumerate(drafters), range(3)
     ):
+        if (family, draft) == ("zamba", "block"):
+            continue  # made for as many layers as its target has
         is_few = family in ("mamba", "falcon_h1", "qwen3_next", "lfm2") and (i + j) % 3 == k
         marks = () if is_few else pytest.mark.full
         yield pytest.param(family, draft, shape, PAGE_SIZES[k], (i + j + k) % 2, marks=marks)
