@@ -733,14 +733,14 @@ def recurrent(
 @app.command("beside")
 def beside(
     checkout: Annotated[Path, typer.Argument(help="Another checkout, with `make install` done.")],
-    pairs: Annotated[int, typer.Option(help="Pairs of turns of each load.")] = 31,
+    starts: Annotated[int, typer.Option(help="Processes of plain decoding.")] = 12,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
     """A ledger's step, a scheduler's round and plain decoding, beside another checkout's."""
     from benches.beside import beside as run
 
-    run(checkout=checkout, pairs=pairs, json=json, plot=plot)
+    run(checkout=checkout, starts=starts, json=json, plot=plot)
 
 
 @app.command("draft-windows")

@@ -83,7 +83,7 @@ class Side:
         held = [self.held(g, row) for g in range(len(self.layout.groups))]
 
         def write(run: Run, of_run: Bytes) -> int:
-            pages = held[run.group][run.place]
+            pages = held[run.group][run.page_slice]
             return self.pages.write(run.group, pages, of_run)
 
         image.read(write)
@@ -110,7 +110,7 @@ class Parcel:
         self._writer.write(image, self._read, report)
 
     def _read(self, run: Run, out: Bytes) -> int:
-        pages = self._pages[run.group][run.place]
+        pages = self._pages[run.group][run.page_slice]
         return self._side.pages.read(run.group, pages, out)
 
     def arrived(self) -> None:

@@ -68,7 +68,7 @@ class Side:
         assert [*map(len, held)] == self.layout.num_pages(image.header.length)
 
         def write(run: Run, of_run: Bytes) -> int:
-            pages = held[run.group][run.place]
+            pages = held[run.group][run.page_slice]
             return scatter_pages([self.memory[run.group]], pages, of_run)
 
         try:

@@ -41,8 +41,8 @@ LAW_TEXTS = {
 
 def write_report(out: Path, release: str, case: Case, finding: Finding) -> Path:
     """Write the folder of a finding below `out`, and return it."""
-    place = re.sub(r"[^a-z0-9]+", "-", f"{finding.law} {finding.where}".lower()).strip("-")
-    folder = out / f"{release}-{place}"
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{finding.law} {finding.where}".lower()).strip("-")
+    folder = out / f"{release}-{slug}"
     folder.mkdir(parents=True, exist_ok=True)
     case.write(folder / "case.json")
     has_script = case.engine == "vllm" and not case.settings["connector"]

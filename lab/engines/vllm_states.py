@@ -59,10 +59,10 @@ class States:
         state.accepted = right - first + 1
         whole = right // self.size * self.size
         if whole >= first:
-            place = whole // self.size - 1
-            if place == state.column:
+            column = whole // self.size - 1
+            if column == state.column:
                 state.accepted = 1
-            self._copy(lane, state.column + whole - first, place)
+            self._copy(lane, state.column + whole - first, column)
 
     def _column(self, lane: Lane, begin: int) -> int:
         return -(-(begin + lane.count) // self.size) - 1

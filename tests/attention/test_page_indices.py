@@ -142,9 +142,9 @@ def test_what_a_plan_reads_on_the_host_is_there() -> None:
     pages = lanes_of_two()
     host = (pages.kv_indptr, pages.kv_last_page_len, torch.tensor([0, 3, 5], dtype=torch.int32))
     names = ("kv_indptr", "kv_last_page_len", "qo_indptr")
-    for place, name in enumerate(names):
+    for at, name in enumerate(names):
         given_arrays = list(host)
-        given_arrays[place] = host[place].to("meta")
+        given_arrays[at] = host[at].to("meta")
         with pytest.raises(ShapeError, match=f"{name} must be int32 on the host, got .* on meta"):
             indptr, last, qo_indptr = given_arrays
             PrefillIndices(PageCSR(4, indptr, pages.kv_indices, last), qo_indptr, None)

@@ -102,7 +102,7 @@ class Life:
         self.told: dict[int, Any] = {}
         self.sessions: list[Any] = []
         self.pins: list[Any] = []
-        self.fault: Callable[[str], BaseException | None] = lambda place: None
+        self.fault: Callable[[str], BaseException | None] = lambda call: None
         self.sampled: list[tuple[list[int], SamplingParams, list[int]]] = []
         self.num_faults = self.num_whole = 0
         for owner, name in ((target, "forward"), (drafter, "propose")):
@@ -120,8 +120,8 @@ class Life:
 
         return failing
 
-    def meet(self, place: str) -> None:
-        error = self.fault(place)
+    def meet(self, call: str) -> None:
+        error = self.fault(call)
         if error is not None:
             self.num_faults += 1
             raise error
@@ -235,16 +235,16 @@ class Life:
         if kind < 6:
             error = rng.choice([KeyboardInterrupt, MemoryError])
             return Interrupter(rng.randint(1, rng.choice([60, 600])), error)
-        place = rng.choice(["forward", "propose", *VERBS])
+        call = rng.choice(["forward", "propose", *VERBS])
         error = OutOfMemory("no memory for rows: 9 entries of 4 bytes", 36)
-        if place in ("forward", "propose"):
+        if call in ("forward", "propose"):
             errors = [InjectedError("broken"), MemoryError("no memory"), KeyboardInterrupt()]
             error = rng.choice(errors)
         left = [rng.randint(1, 2)]
 
         def fault(met: str) -> BaseException | None:
-            left[0] -= met == place
-            return error if met == place and not left[0] else None
+            left[0] -= met == call
+            return error if met == call and not left[0] else None
 
         self.fault = fault
         return contextlib.nullcontext()
@@ -262,7 +262,7 @@ class Life:
             for number in set(self.engine.core._submitted) - asked - set(self.numbers):
                 raise AssertionError(f"request {number} has no owner") from error
         finally:
-            self.fault = lambda place: None
+            self.fault = lambda call: None
         self.engine.ledger.check()
 
     def end(self, *, tidily: bool) -> None:

@@ -258,10 +258,10 @@ class Choking(ScriptedDrafter):
         return tree
 
 
-def with_cell(name: str, value: int, *place: int) -> Callable[[DraftTree, int], DraftTree]:
+def with_cell(name: str, value: int, *index: int) -> Callable[[DraftTree, int], DraftTree]:
     def spoil(tree: DraftTree, lane: int) -> DraftTree:
         array = getattr(tree, name).clone()
-        array[(lane, *place)] = value
+        array[(lane, *index)] = value
         return replace(tree, **{name: array})
 
     return spoil

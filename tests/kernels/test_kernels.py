@@ -401,10 +401,10 @@ def test_scenario_15_and_17_compaction_equals_gather_then_scatter(page_size, top
             src, dst = kernels.compact_moves(*r.place, index, num_draft_tokens=r.n)
             moves = []
             for lane in range(r.batch):
-                for place, node in enumerate(index[lane][index[lane] >= 0] - lane * r.n):
-                    if place != node:
+                for at, node in enumerate(index[lane][index[lane] >= 0] - lane * r.n):
+                    if at != node:
                         root = int(r.roots[lane])
-                        moves.append((r.slot(lane, root + node), r.slot(lane, root + place)))
+                        moves.append((r.slot(lane, root + node), r.slot(lane, root + at)))
             assert list(zip(src, dst, strict=True)) == moves
 
 

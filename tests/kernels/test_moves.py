@@ -85,8 +85,8 @@ def test_scenario_16_scattered_accepts_touch_nothing_else(page_size):
     index = i32([[0, 2, 5, 9, -1], [16, 17, 18, -1, -1]])
     moves.compact_accepted(kv, table, page_size, rows, roots, index, num_draft_tokens=16)
     source = list(range(len(kv[0])))
-    for place, node in enumerate([0, 2, 5, 9]):
-        source[ref.slot(table, page_size, 2, 13 + place)] = ref.slot(table, page_size, 2, 13 + node)
+    for at, node in enumerate([0, 2, 5, 9]):
+        source[ref.slot(table, page_size, 2, 13 + at)] = ref.slot(table, page_size, 2, 13 + node)
     for now, old in zip(kv, before, strict=True):
         assert same(now, old[source])
 
@@ -110,15 +110,15 @@ def test_scenario_18_page_blocked_buffers_move_token_by_token():
 def test_scenario_19_tails_and_parents_are_copied_in_the_buffers():
     p, s, k = 4, 5, 8
     table = np.concatenate([np.zeros((1, 20), np.int32), 1 + np.arange(20, dtype=np.int32)[None]])
-    place = table, p, i32([1]), i32([7])
+    args = table, p, i32([1]), i32([7])
     kv = torch.arange(88).view(88, 1).clone()
-    moves.duplicate_prefix_tail([kv], *place, num_steps=s, topk=k)
+    moves.duplicate_prefix_tail([kv], *args, num_steps=s, topk=k)
     for branch in range(1, 8):
         assert kv[8 * branch + 8 : 8 * branch + 11, 0].tolist() == [8, 9, 10]
     swapped = i32([[1, 0, 2, 3, 4, 5, 6, 6]])
     before = kv.clone()
-    moves.copy_parent_drafts([kv], *place, swapped, num_steps=s, step=2)
-    drafts = kernels.draft_write_slots(*place, num_steps=s, topk=k, layout="holey")[0, :, :2]
+    moves.copy_parent_drafts([kv], *args, swapped, num_steps=s, step=2)
+    drafts = kernels.draft_write_slots(*args, num_steps=s, topk=k, layout="holey")[0, :, :2]
     assert (kv[drafts[[0, 1, 7]], 0] == before[drafts[[1, 0, 6]], 0]).all()
     untouched = np.setdiff1d(np.arange(88), drafts[[0, 1, 7]])
     assert (kv[untouched] == before[untouched]).all()
@@ -133,13 +133,13 @@ def test_scenario_20_shared_tail_pages_keep_their_bytes():
     before = kv.clone()
     root = 8
     for _ in range(100):
-        place = table, 4, i32([1]), i32([root])
-        moves.duplicate_prefix_tail([kv], *place, num_steps=3, topk=4)
-        slots = kernels.draft_write_slots(*place, num_steps=3, topk=4, layout="holey")
+        args = table, 4, i32([1]), i32([root])
+        moves.duplicate_prefix_tail([kv], *args, num_steps=3, topk=4)
+        slots = kernels.draft_write_slots(*args, num_steps=3, topk=4, layout="holey")
         kv[slots.ravel()] = 0
         nodes = np.sort(rng.permutation(7)[:3]) + 1
         index = i32([[0, *nodes]])
-        moves.compact_accepted([kv], *place, index, num_draft_tokens=8)
+        moves.compact_accepted([kv], *args, index, num_draft_tokens=8)
         root = 8 + (root - 8 + 4) % 60
     assert same(kv[shared], before[shared])
 

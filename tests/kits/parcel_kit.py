@@ -51,7 +51,7 @@ class Side:
         row = self.ledger.import_row(image.header.length, image.header.drafted_len)
 
         def write(run: Run, of_run: np.ndarray) -> int:
-            pages = self.pages(run.group, row)[run.place]
+            pages = self.pages(run.group, row)[run.page_slice]
             self.memory[run.group][pages] = of_run.reshape(run.num_pages, -1)
             return checksum(of_run)
 
@@ -98,7 +98,7 @@ class Parcel:
 
     def write(self, image: np.ndarray, told: Told | None = None) -> None:
         def read(run: Run, out: np.ndarray) -> int:
-            pages = self.pages[run.group][run.place]
+            pages = self.pages[run.group][run.page_slice]
             out[:] = self.side.memory[run.group][pages].reshape(-1)
             return checksum(out)
 

@@ -103,6 +103,14 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp_text": {
+        "hc_lowrank": 8,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "llama4_text": {
         "layer_types": ["chunked_attention", "full_attention"] * 2,

@@ -888,6 +888,13 @@ GUARDS = [
         "Target::Same(slot)",
     ),
     guard(
+        81,
+        "a row alone gets its slot back",
+        "state/state_group.rs::target",
+        "Target::FreshOrStolen(slot)",
+        "Target::Fresh",
+    ),
+    guard(
         82,
         "an extend leaves its last token",
         "ledger/fold.rs::plan_folds",

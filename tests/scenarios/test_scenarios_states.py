@@ -270,6 +270,15 @@ def test_scenario_81_a_published_state_is_not_written():
     assert published(ledger) == [(1, 8)]
 
 
+def test_scenario_81_a_row_alone_takes_its_slot_back():
+    """Law: who has no other slot does not wait for what the index and soft marks hold."""
+    ledger = stateful(1)
+    row = prompt(ledger, TEXT[:9])
+    ledger.index(row, TEXT[:9])
+    assert folds(ledger.prepare_decode([row], [1])) == (1, 1, 8, 9)
+    assert published(ledger) == []
+
+
 def test_scenario_82_an_extend_folds_its_own_tokens_but_the_last():
     """Law: a chunk of one token, beside lanes of any width, folds the token before it."""
     ledger = stateful()

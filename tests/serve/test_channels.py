@@ -54,9 +54,9 @@ def read(text, cuts):
         part = channels.push(new, number == len(bounds) - 2, specials)
         thoughts += part.thoughts
         at = 0
-        for place, special in part.specials:
-            rest += part.text[at:place] + special
-            at = place
+        for offset, special in part.specials:
+            rest += part.text[at:offset] + special
+            at = offset
         rest += part.text[at:]
     return thoughts, rest
 

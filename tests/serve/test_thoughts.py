@@ -45,9 +45,9 @@ def read(family, text, cuts, thinks=False):
         part = thoughts.push(new, number == len(bounds) - 2, specials)
         thought += part.thoughts
         begin = 0
-        for place, special in part.specials:
-            rest += part.text[begin:place] + special
-            begin = place
+        for offset, special in part.specials:
+            rest += part.text[begin:offset] + special
+            begin = offset
         rest += part.text[begin:]
     return thought, rest
 

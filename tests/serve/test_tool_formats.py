@@ -279,9 +279,9 @@ def test_a_tags_value_without_its_end_ends_before_the_next_tag(name, old):
     family, calls = ALL[name], [["get_weather", PARIS], ["stop-it", {"city": "Rom"}]]
     text = "".join(text for text, _ in family.answer("", [call(*pair) for pair in calls]))
     first = text.index(old)
-    places = [first] if name == "glm" else [first, text.index(old, first + 1)]
-    for place in places:
-        cut = text[:place] + text[place + len(old) :]
+    offsets = [first] if name == "glm" else [first, text.index(old, first + 1)]
+    for offset in offsets:
+        cut = text[:offset] + text[offset + len(old) :]
         check(family, family.pieces(cut), "", calls, every=False)
 
 

@@ -23,7 +23,7 @@ class _LaneSequence:
         dst: the slot to write; 0 if nothing is folded.
         num_folded: how many elements are folded.
         num_past: how many elements are records.
-        places: of each element, in an array of tokens.
+        indices: of each element, in an array of tokens.
         seen: bool [N, N], what each own token sees; None if they are a chain.
     """
 
@@ -31,7 +31,7 @@ class _LaneSequence:
     dst: int
     num_folded: int
     num_past: int
-    places: list[int]
+    indices: list[int]
     seen: list[list[bool]] | None
 
     def restarts(self, element: int) -> list[int] | None:
@@ -41,9 +41,9 @@ class _LaneSequence:
             return None
         return [other for other in range(node) if self.seen[node][other]]
 
-    def place(self, node: int) -> int:
-        """Return the place of an own token."""
-        return self.places[self.num_past + node]
+    def index(self, node: int) -> int:
+        """Return the index of an own token."""
+        return self.indices[self.num_past + node]
 
 
 def _lane_sequences(lanes: StateLanes) -> Iterator[_LaneSequence]:
@@ -57,8 +57,8 @@ def _lane_sequences(lanes: StateLanes) -> Iterator[_LaneSequence]:
             mask = lanes.seen[first_seen : first_seen + tokens * tokens]
             seen = mask.view(tokens, tokens).tolist()
         first_token = lanes.num_records + token
-        places = [*range(record, record + past), *range(first_token, first_token + tokens)]
-        yield _LaneSequence(src, dst, folded, past, places, seen)
+        indices = [*range(record, record + past), *range(first_token, first_token + tokens)]
+        yield _LaneSequence(src, dst, folded, past, indices, seen)
 
 
 def convolve_lanes(
@@ -77,27 +77,27 @@ def convolve_lanes(
         window = [*state[lane.src].float().clone().unbind(1)]  # `dst` may be the same slot
         window = [torch.zeros_like(numbers[0])] * max(width - state_width, 0) + window
         root = window
-        for element in range(len(lane.places) + 1):
+        for element in range(len(lane.indices) + 1):
             if element == lane.num_folded and lane.dst:
                 state[lane.dst] = torch.stack(window[len(window) - state_width :], 1).to(
                     state.dtype
                 )
-            if element == len(lane.places):
+            if element == len(lane.indices):
                 break
             if element == lane.num_past:
                 root = window
             path = lane.restarts(element)
             if path is not None:
-                window = root + [numbers[lane.place(node)] for node in path]
-            place = lane.places[element]
-            window = [*window, numbers[place]][-max(width, state_width) :]
+                window = root + [numbers[lane.index(node)] for node in path]
+            index = lane.indices[element]
+            window = [*window, numbers[index]][-max(width, state_width) :]
             products = [
                 column * taps[:, tap] for tap, column in enumerate(window[len(window) - width :])
             ]
             total = products[0]
             for product in products[1:]:
                 total = total + product
-            out[place] = (total if bias is None else total + bias.float()).to(out.dtype)
+            out[index] = (total if bias is None else total + bias.float()).to(out.dtype)
     return out
 
 
@@ -131,10 +131,10 @@ def scan_lanes(
     for lane in _lane_sequences(lanes):
         matrix = root = state[lane.src].float().clone()  # [heads, rows, columns]
         added: list[Tensor] = []  # by own token
-        for element in range(len(lane.places) + 1):
+        for element in range(len(lane.indices) + 1):
             if element == lane.num_folded and lane.dst:
                 state[lane.dst] = matrix.to(state.dtype)
-            if element == len(lane.places):
+            if element == len(lane.indices):
                 break
             if element == lane.num_past:
                 root = matrix
@@ -142,19 +142,19 @@ def scan_lanes(
             if path is not None:
                 matrix = root
                 for node in path:
-                    place = lane.place(node)
-                    matrix = matrix * decay[place, :, None, None]
-                    matrix = matrix + keys(k[place], 1.0) * added[node]
-            place = lane.places[element]
-            matrix = matrix * decay[place, :, None, None]
-            key, value = keys(k[place], 1.0), values[place]
+                    index = lane.index(node)
+                    matrix = matrix * decay[index, :, None, None]
+                    matrix = matrix + keys(k[index], 1.0) * added[node]
+            index = lane.indices[element]
+            matrix = matrix * decay[index, :, None, None]
+            key, value = keys(k[index], 1.0), values[index]
             if is_delta:
                 value = value - _sum_rows(matrix * key)
-            value = (value * beta[place].unsqueeze(1)).unsqueeze(1)
+            value = (value * beta[index].unsqueeze(1)).unsqueeze(1)
             matrix = matrix + key * value
             if element >= lane.num_past:
                 added.append(value)
-                out[place] = _sum_rows(matrix * keys(q[place], scale))
+                out[index] = _sum_rows(matrix * keys(q[index], scale))
     return out
 
 

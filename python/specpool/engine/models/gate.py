@@ -50,6 +50,7 @@ RECURRENT = (
     "granitemoehybrid",
     "jamba",
     "kimi_linear",
+    "lara_mini",
     "lfm2",
     "lfm2_moe",
     "lfm3",

@@ -100,5 +100,7 @@ class Arrival:
     def _write(self, run: Run, data: Bytes) -> int:
         with self._core.lock:  # one forward or copy at a time; others run between the runs
             if self._holds_row():
-                return self._pages.write(run.group, self._pages_taken[run.group][run.place], data)
+                return self._pages.write(
+                    run.group, self._pages_taken[run.group][run.page_slice], data
+                )
         return checksum(data)

@@ -118,7 +118,7 @@ class Export:
                 exports.return_request(self._row, self._owner)
 
     def _read(self, run: Run, out: Bytes) -> int:
-        pages = self._row.pages[run.group][run.place]
+        pages = self._row.pages[run.group][run.page_slice]
         with self._core.lock:  # one forward or copy at a time; others run between the runs
             return self._pages.read(run.group, pages, out)
 

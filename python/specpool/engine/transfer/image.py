@@ -70,7 +70,7 @@ class Run:
     num_bytes: int
 
     @property
-    def place(self) -> slice:
+    def page_slice(self) -> slice:
         """Where its pages are among the row's pages of the group."""
         return slice(self.start, self.start + self.num_pages)
 

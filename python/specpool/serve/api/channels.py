@@ -73,10 +73,10 @@ class Channels:
         """
         self._new = Parted()
         start = 0
-        for place, special in specials:
-            self._read_text(text[start:place])
+        for offset, special in specials:
+            self._read_text(text[start:offset])
             self._read_special(special)
-            start = place
+            start = offset
         self._read_text(text[start:])
         if last and self._is_header:
             is_cut = any(is_special for _, is_special in self._header)

@@ -48,15 +48,15 @@ class Thoughts:
             specials: special tokens: where each stands in the new text, and its own text.
         """
         new, start = Parted(), 0
-        for place, special in specials:
-            self._read(text[start:place], new)
+        for offset, special in specials:
+            self._read(text[start:offset], new)
             new.text += self._held
             label = _BEGINS.get(special)
             self._is_thought = label == ""
             self._label, self._held = label or "", ""
             if label is None:
                 new.specials.append((len(new.text), special))
-            start = place
+            start = offset
         self._read(text[start:], new)
         return new
 

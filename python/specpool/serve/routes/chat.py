@@ -157,12 +157,12 @@ def _parted(reader: Channels | Thoughts, delta: Delta) -> tuple[str, str, list[t
     # Special tokens that the text does not go beyond yet stand behind the pieces.
     for piece, is_drafted in [*delta.pieces, ("", False)]:
         end = start + len(piece)
-        num = sum(place < end or not piece for place, _ in left)
-        piece_specials = [(place - start, special) for place, special in left[:num]]
+        num = sum(offset < end or not piece for offset, _ in left)
+        piece_specials = [(offset - start, special) for offset, special in left[:num]]
         is_last = not piece and delta.finish_reason is not None
         new = reader.push(piece, is_last, piece_specials)
         thoughts += new.thoughts
-        specials += [(len(text) + place, special) for place, special in new.specials]
+        specials += [(len(text) + offset, special) for offset, special in new.specials]
         text += new.text
         if new.text:
             pieces.append((new.text, is_drafted))
