@@ -67,8 +67,8 @@ def past_case(seed: int, family: str) -> Case:
         settings["latest"] = rng.choice((1, 4, 12))  # turns until a transfer has landed
     if family == "allocator":
         settings |= {"shape": None, "window": 4, "window_tokens": rng.choice((64, 128, 256))}
-        verbs = tuple(_calls(rng))
-        return dataclasses.replace(case, settings=case.settings | settings, verbs=verbs)
+        calls = tuple(_calls(rng))
+        return dataclasses.replace(case, settings=case.settings | settings, verbs=calls)
     verbs = [dataclasses.replace(verb, given=_without_adapter(verb)) for verb in case.verbs]
     return dataclasses.replace(case, settings=case.settings | settings, verbs=tuple(verbs))
 

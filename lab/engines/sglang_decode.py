@@ -17,7 +17,7 @@ from lab.engines.content import digest
 from lab.engines.shim import Hollow
 
 
-class DecodeMemory(KV):
+class DecodeMemory(KV):  # type: ignore[misc] # no stubs
     """Slots whose KV comes from outside, and leaves for the host when its request is retracted."""
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
