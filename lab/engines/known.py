@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 
 from lab.engines.case import Case
+from lab.engines.content import STOP
 from lab.engines.device import Finding
 from lab.engines.laws import ALL_FREE
 
@@ -119,6 +120,10 @@ def _loads_late(case: Case) -> bool:
     return bool(case.settings["connector"] and case.settings["connector"]["is_async"])
 
 
+def _stores_on_the_host(case: Case) -> bool:
+    return "host_blocks" in (case.settings["connector"] or {})
+
+
 def _fails(case: Case, policy: str, is_async: bool) -> bool:
     connector = case.settings["connector"] or {}
     wanted = (policy, is_async)
@@ -176,6 +181,25 @@ KNOWN = (
         ("progress",),
         _loads_late,
         "read: loads reserve blocks in 0.33.0",
+    ),
+    KnownFault(
+        "a preempted request whose stores run is admitted again, with a load",
+        "vllm",
+        "0.21.0",
+        "0.23.0",
+        ("exception",),
+        _stores_on_the_host,
+        "vLLM #46014",
+        "offloading/scheduler.py, update_state_after_alloc",
+    ),
+    KnownFault(
+        "a connector is not told whose stores a reset cuts off, and they read blocks of others",
+        "vllm",
+        "0.14.0",
+        "0.24.0",
+        WRONG_KV,
+        lambda case: _stores_on_the_host(case) and _restarts(case),
+        "read: `reset_preempted_req_ids` is told in 0.25.1",
     ),
     KnownFault(
         "a reset of running requests drops a result although none is in flight",
@@ -237,6 +261,15 @@ KNOWN = (
         ("lengths", "text", "content", "progress", "exception"),
         lambda case: _drafts_late(case) and _restarts(case),
         "read: `async_tokens_to_discard` until 0.25.1",
+    ),
+    KnownFault(
+        "a result in flight of a preempted request counts for the row that it gets again",
+        "vllm",
+        "0.24.0",
+        "0.26.0",
+        ("text", "lengths", "content", "exception"),
+        lambda case: case.settings.get("stages", 1) > 1,
+        "read: `num_stale_output_tokens` since 0.27.0",
     ),
     KnownFault(
         "a window is moved by drafts that are not accepted yet",
@@ -419,7 +452,7 @@ KNOWN = (
         "0.33.0",
         ("progress",),
         _lacks_states,
-        "vLLM #52520 (open)",
+        "lab/reports/vllm-0.33.0-states-of-stages",
     ),
     KnownFault(
         "an aborted turn saves its lengths and its row in its session",
@@ -486,6 +519,34 @@ KNOWN = (
         lambda case: "spare_states" in case.settings,
         "SGLang #11214, #11616",
         "memory_pool.py, alloc",
+    ),
+    KnownFault(
+        "an abort of a request whose KV has come, and that has not run, keeps its KV for ever",
+        "sglang",
+        "0.5.1",
+        "0.5.1.post3",
+        ("conservation", "progress", "exception"),
+        lambda case: "rows_to_come" in case.settings and _plays(case, "abort"),
+        "SGLang #9817",
+    ),
+    KnownFault(
+        "a page that has left the window in part is freed again with its other slots",
+        "sglang",
+        "0.5.10",
+        "0.5.13.post1",
+        ("one owner", "rows", "conservation", "exception"),
+        lambda case: case.family == "allocator",
+        "SGLang #27779",
+    ),
+    KnownFault(
+        "the decode side goes on behind a first token that ends the text",
+        "sglang",
+        "0.5.1",
+        "0.5.4",
+        ("text",),
+        lambda case: "rows_to_come" in case.settings,
+        "read: `process_batch_result_prebuilt` looks at it in 0.5.10",
+        says=f"alone it says [{STOP}]",
     ),
     KnownFault(
         "a flush empties the cache though a prefill is between two chunks or in its first step",

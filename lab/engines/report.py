@@ -105,6 +105,11 @@ def _sglang_flags(settings: dict[str, Any]) -> list[str]:
         shown.append("--disable-overlap-schedule")
     if "spare_states" in settings:
         shown.append(f"--max-mamba-cache-size {3 * settings['rows'] + settings['spare_states']}")
+    if "rows_to_come" in settings:
+        shown.append("--disaggregation-mode decode")
+        shown.append(f"--num-reserved-decode-tokens {settings['reserved']}")
+    if settings.get("window"):
+        shown.append(f"with a window of {settings['window']}, {settings['window_tokens']} slots")
     if settings["sessions"]:
         shown.append("--enable-streaming-session")
     if settings["shape"]:

@@ -48,7 +48,7 @@ def load(engine: str) -> Engine:
         from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
         from lab.engines.sglang_cases import past_case, sglang_case
 
-        if importlib.util.find_spec("sglang.srt.runtime_context") is None:  # until 0.5.14
+        if importlib.util.find_spec("sglang.kernels") is None:  # until 0.5.14
             from lab.engines.sglang_past import run_sglang as run_past
 
             return Engine(past_case, run_past, SGLANG_PLAIN)

@@ -60,8 +60,31 @@ def past_case(seed: int, family: str) -> Case:
         settings["window"] = rng.choice((4, 16, 32))
         settings["window_tokens"] = rng.choice((128, 256))
         settings["sessions"] = rng.randint(0, 2)
+    if family == "decode":
+        settings |= {"shape": None, "overlap": False, "rows": rng.choice((1, 2, 3))}
+        settings["rows_to_come"] = rng.choice((1, 4))  # beside those that run
+        settings["reserved"] = rng.choice((4, 16))  # slots for each request's next tokens
+        settings["latest"] = rng.choice((1, 4, 12))  # turns until a transfer has landed
+    if family == "allocator":
+        settings |= {"shape": None, "window": 4, "window_tokens": rng.choice((64, 128, 256))}
+        calls = tuple(_calls(rng))
+        return dataclasses.replace(case, settings=case.settings | settings, verbs=calls)
     verbs = [dataclasses.replace(verb, given=_without_adapter(verb)) for verb in case.verbs]
     return dataclasses.replace(case, settings=case.settings | settings, verbs=tuple(verbs))
+
+
+def _calls(rng: random.Random) -> list[Verb]:
+    """Calls of an allocator: rows grow, leave their window's front, and end."""
+    verbs: list[Verb] = []
+    for turn in range(1, rng.randint(3, 30)):
+        name = rng.choice(("grow", "grow", "grow", "leave", "leave", "end"))
+        given = {"number": rng.randint(0, 3)}
+        if name == "grow":
+            given["length"] = rng.choice((1, 1, rng.randint(1, 60)))
+        elif name == "leave":
+            given["length"] = rng.randint(1, 30)
+        verbs.append(Verb(turn, name, given))
+    return verbs
 
 
 def _without_adapter(verb: Verb) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,8 @@ class PageAccounts:
         self.accounts = Accounts(device, allocator.size // page_size + 1)
         self.depth = 0  # calls of the allocator that are under way: it calls itself
         self._wrap("alloc", self._taken)
-        self._wrap("alloc_extend", self._extended)
-        self._wrap("alloc_decode", self._decoded)
+        self._wrap("alloc_extend", self._named("alloc_extend", self._extended))
+        self._wrap("alloc_decode", self._named("alloc_decode", self._decoded))
         self._wrap("free", lambda _, slots: self._freed(slots))
         self._wrap("free_segment", lambda _, slots, **__: self._freed(slots))
         self._wrap("free_page_ids", lambda _, pages: self.accounts.give_back(pages.tolist()))
@@ -63,23 +64,30 @@ class PageAccounts:
         if slots is not None:
             self.accounts.take(self.pages_of(slots))
 
+    def _named(self, name: str, note: Callable[..., None]) -> Callable[..., None]:
+        """Let a note have a call's arguments by their names: releases differ in their order."""
+        call = getattr(self.allocator, name, None)
+        takes = inspect.signature(call) if call is not None else inspect.Signature()
+
+        def named(slots: Any, *args: Any, **given: Any) -> None:
+            note(slots, **takes.bind(*args, **given).arguments)
+
+        return named
+
     def _extended(
         self,
         slots: Any,
         prefix_lens: Any,
-        prefix_lens_cpu: Any,
         seq_lens: Any,
-        seq_lens_cpu: Any,
         last_loc: Any,
         extend_num_tokens: int,
-        *_: Any,
-        **__: Any,
+        **_: Any,
     ) -> None:
         self._admitted(slots, extend_num_tokens)
         if slots is not None:
-            self._grown(slots, (seq_lens_cpu - prefix_lens_cpu).tolist(), last_loc.tolist())
+            self._grown(slots, (seq_lens - prefix_lens).tolist(), last_loc.tolist())
 
-    def _decoded(self, slots: Any, seq_lens: Any, seq_lens_cpu: Any, last_loc: Any) -> None:
+    def _decoded(self, slots: Any, seq_lens: Any, last_loc: Any, **_: Any) -> None:
         self._admitted(slots, len(seq_lens))
         if slots is not None:
             self._grown(slots, [1] * len(slots), last_loc.tolist())

@@ -30,6 +30,7 @@ from sglang_device import Device
 from lab.engines.case import Case
 from lab.engines.content import STOP, VOCABULARY
 from lab.engines.device import Finding
+from lab.engines.sglang_allocator import AllocatorPlayer
 from lab.engines.sglang_past_accounts import PastAccounts
 from lab.engines.sglang_past_pools import loops_for_kernels, make_allocator, make_rows
 from lab.engines.sglang_past_worker import PastDrafter, PastWorker
@@ -131,6 +132,12 @@ def arguments(settings: dict[str, Any]) -> ServerArgs:
         "mem_fraction_static": 0.5,
         "max_mamba_cache_size": 8,
     }
+    if "rows_to_come" in settings:
+        given |= {
+            "disaggregation_mode": "decode",
+            "disable_radix_cache": True,
+            "num_reserved_decode_tokens": settings["reserved"],
+        }
     if settings["shape"]:
         num_steps, topk, num_draft_tokens = settings["shape"]
         given |= {
@@ -158,7 +165,7 @@ def described(*_: Any, **__: Any) -> Any:
         hidden_size=1,
         dtype=torch.float16,
         hf_config=SimpleNamespace(architectures=["None"], model_type="none"),
-        hf_text_config=SimpleNamespace(architectures=["None"], model_type="none"),
+        hf_text_config=SimpleNamespace(architectures=["None"], model_type="none", hidden_size=1),
     )
 
 
@@ -229,6 +236,12 @@ class PastLoop(Scheduler):  # type: ignore[misc]
         if hasattr(server_args, "set_global_server_args_for_scheduler"):
             server_args.set_global_server_args_for_scheduler(given)
         rows = make_rows(settings)
+        self.is_decode_side = "rows_to_come" in settings
+        if self.is_decode_side:
+            from lab.engines import sglang_decode  # newer releases have other transfers
+
+            sglang_decode.install(self)
+            self.simulated.target = sglang_decode.DecodeMemory(len(self.simulated.target.held))
         PastWorker.stream = CpuStream()
         PastWorker.given = self, rows, make_allocator(settings, self.simulated)
         takes = inspect.signature(Scheduler.__init__).parameters
@@ -237,6 +250,8 @@ class PastLoop(Scheduler):  # type: ignore[misc]
         super().__init__(given, ports, gpu_id=0, **ranks)
         self.schedule_stream = self.default_stream = self.forward_stream = CpuStream()
         self._war_barrier_enabled = False
+        if not hasattr(self, "model_worker"):  # until 0.5.2
+            self.model_worker = self.draft_worker or self.tp_worker
         self.request_receiver = SimpleNamespace(recv_requests=self.recv_requests)  # since 0.5.13
 
     def init_tokenizer(self) -> None:
@@ -258,7 +273,7 @@ class PastLoop(Scheduler):  # type: ignore[misc]
     def recv_requests(self) -> list[Any]:
         """Let the traffic play its turn; end the loop when all of it is over."""
         self.traffic.turn()
-        waits = len(self.waiting_queue) > 0
+        waits = len(self.waiting_queue) + self._num_queued() > 0
         if self.num_forwards != self.last_forward[0] or not waits:
             self.last_forward = self.num_forwards, self.traffic.tick
         elif self.traffic.tick - self.last_forward[1] > IDLE_TURNS:
@@ -267,10 +282,19 @@ class PastLoop(Scheduler):  # type: ignore[misc]
             raise EndedError
         return []
 
+    def _num_queued(self) -> int:
+        """Return how many requests wait in queues of the decode side."""
+        if not self.is_decode_side:
+            return 0
+        from lab.engines.sglang_decode import num_queued
+
+        return num_queued(self)
+
     def is_quiet(self) -> bool:
         """Whether nothing runs, waits or is in flight."""
         return (
-            (self.running_batch is None or self.running_batch.is_empty())
+            not self._num_queued()
+            and (self.running_batch is None or self.running_batch.is_empty())
             and not self.waiting_queue
             and self.chunked_req is None
             and not getattr(self, "result_queue", ())
@@ -345,8 +369,9 @@ class PastPlayer(Player):
     def run(self) -> None:
         """Run the event loop, then close and evict all."""
         loop = self.loop
+        name = "event_loop_overlap" if loop.enable_overlap else "event_loop_normal"
         with contextlib.suppress(EndedError):
-            (loop.event_loop_overlap if loop.enable_overlap else loop.event_loop_normal)()
+            getattr(loop, f"{name}_disagg_decode" if loop.is_decode_side else name)()
         self.close()
         evict_all(loop.tree_cache)
         self.is_evicted = True
@@ -397,6 +422,7 @@ class PastPlayer(Player):
             "input_embeds": None,
             "token_type_ids": None,
             "time_stats": Group(),
+            "bootstrap_room": int(name),
         }
         kind = io_struct.TokenizedGenerateReqInput
         names = inspect.signature(kind).parameters
@@ -437,4 +463,6 @@ def evict_all(tree: Any) -> None:
 
 def run_sglang(case: Case) -> list[Finding]:
     """Run a case in a fork, whose settings nobody else sees; return what it broke."""
+    if case.family == "allocator":
+        return in_a_fork(lambda case: AllocatorPlayer(case).run(), case)
     return in_a_fork(lambda case: played(PastPlayer, case), case)

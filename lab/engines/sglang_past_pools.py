@@ -49,18 +49,22 @@ class WindowPools(swa_memory_pool.SWAKVPool):  # type: ignore[misc]
 class Loops:
     """A loop in the place of a kernel, which is called with a grid."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return self.function
 
 
-def _extend(
-    before: Any, after: Any, last: Any, free: Any, out: Any, _: Any, page: int, *__: Any
-) -> None:
-    """Slots from the open page of each row, then from free pages in their order."""
-    pages, taken = free.tolist(), 0
+def _extend(before: Any, after: Any, last: Any, free: Any, out: Any, *sizes: Any) -> int:
+    """Slots from the open page of each row, then from free pages in their order.
+
+    Until 0.5.2 the sizes begin with a tensor that gets the number of new pages, shifted.
+    """
+    pages, taken, page = free.tolist(), 0, sizes[2 if torch.is_tensor(sizes[0]) else 1]
+    new = int((-(-after // page) - -(-before // page)).sum())
+    if torch.is_tensor(sizes[0]):
+        sizes[0].fill_(new << 32)
     found: list[int] = []
     for low, high, slot in zip(before.tolist(), after.tolist(), last.tolist(), strict=True):
         while low < high and low % page:
@@ -69,15 +73,18 @@ def _extend(
             found.append(slot)
         while low < high:
             if taken >= len(pages):
-                return  # the caller sees it next
+                return new  # the caller sees it next
             count = min(page, high - low)
             found += range(pages[taken] * page, pages[taken] * page + count)
             low, taken = low + count, taken + 1
     out[: len(found)] = torch.tensor(found, dtype=out.dtype)
+    return new
 
 
-def _decode(lens: Any, last: Any, free: Any, out: Any, _: Any, page: int, *__: Any) -> None:
-    _extend(lens - 1, lens, last, free, out, 0, page)
+def _decode(lens: Any, last: Any, free: Any, out: Any, *sizes: Any) -> None:
+    new = _extend(lens - 1, lens, last, free, out, *sizes)
+    if torch.is_tensor(sizes[0]):
+        sizes[0].fill_(new)
 
 
 def assign_rows(rows: Any, table: Any, start: Any, end: Any, slots: Any, *_: Any) -> None:
@@ -144,6 +151,10 @@ def make_rows(settings: dict[str, Any]) -> Any:
     if "spare_states" in settings:
         return StateRows(settings)
     width = settings["num_tokens"] + 64
+    if "rows_to_come" in settings:
+        from lab.engines import sglang_decode  # newer releases have other transfers
+
+        return sglang_decode.make_rows(settings, width)
     return memory_pool.ReqToTokenPool(settings["rows"], width, "cpu", False)
 
 

@@ -92,6 +92,7 @@ class PastWorker:
         """Nothing: what is flushed is written before it is read."""
 
     set_hicache_consumer = on_verify_complete_cpu = clear_cache_pool
+    alloc_memory_pool = init_attention_backends = init_cuda_graphs = clear_cache_pool  # 0.5.14
 
     def forward_batch_generation(self, batch: Any, *_: Any, **options: Any) -> Any:
         """Run one batch, as SGLang's worker would."""

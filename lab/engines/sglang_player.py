@@ -223,10 +223,10 @@ class Player(ABC):
     def _note_retractions(self) -> None:
         queue = self.loop._add_request_to_queue
 
-        def add(req: Any, is_retracted: bool = False) -> None:
-            if is_retracted and req.rid in self.turns:
+        def add(req: Any, *args: Any, **given: Any) -> None:
+            if (any(args) or any(given.values())) and req.rid in self.turns:  # it is retracted
                 self._note_retraction(req)
-            queue(req, is_retracted)
+            queue(req, *args, **given)
 
         self.loop._add_request_to_queue = add
 

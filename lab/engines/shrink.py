@@ -81,9 +81,8 @@ def _shorter(verb: Verb) -> Iterator[Verb]:
         for smaller in (least, value // 2, value - 1):
             if least <= smaller < value:
                 given = verb.given | {name: smaller}
-                given["shared"] = min(given.get("shared", 0), given.get("length", 0))
-                if "length" not in given:
-                    del given["shared"]
+                if "shared" in given:
+                    given["shared"] = min(given["shared"], given["length"])
                 yield dataclasses.replace(verb, given=given)
     for turn in (1, verb.turn // 2, verb.turn - 1):
         if 1 <= turn < verb.turn:

@@ -167,7 +167,6 @@ def _verbs(rng: random.Random, settings: dict[str, Any]) -> list[Verb]:
     names = ["abort", "abort", "reset", "pause", "resume", "resume"]
     if settings["connector"]:  # vLLM says that it cannot reset while a load is under way
         hostile["pause"] = lambda: {"mode": rng.choice(("keep", "abort", "wait")), "clears": False}
-        names.remove("reset")
     for _ in range(int(rate * rng.randint(0, 12))):
         name = rng.choice(names)
         verbs.append(Verb(rng.randint(1, last + 40), name, hostile[name]()))

@@ -308,9 +308,16 @@ class VllmLoop:
             self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
     def reset(self, running: bool) -> None:
-        """The prefix cache is emptied; `running` requests start again."""
+        """The prefix cache is emptied; `running` requests start again.
+
+        While blocks are held for a load, or by a launched step, vLLM says that it cannot.
+        """
         self.hashed = {block.block_id: block.block_hash for block in self.pool.blocks}
-        self.scheduler.reset_prefix_cache(reset_running_requests=running)
+        try:
+            self.scheduler.reset_prefix_cache(reset_running_requests=running)
+        except RuntimeError as error:
+            if self.connector is None or "Failed to reset" not in str(error):
+                raise
 
     def pause(self, mode: str, clears: bool) -> None:
         """Generation is paused; once idle, the caches are cleared if asked."""

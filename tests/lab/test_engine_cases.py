@@ -28,14 +28,19 @@ from lab.engines.vllm_cases import PLAIN, vllm_case
 from specpool.errors import ConfigError
 
 REPORTS = ROOT / "lab" / "reports"
+#: A file of vLLM, as reports name it.
+OFFLOADING = "distributed-kv-transfer-kv-connector-v1-offloading-scheduler-py"
 #: For the reports on published faults: the first release without it.
 FIRST_GOOD = {
+    "sglang-0.5.1.post3-conservation-pages-rest": "sglang-0.5.2",
     "sglang-0.5.3.post3-exception-mem-cache-memory-pool-py-alloc": "sglang-0.5.4",
     "sglang-0.5.10.post1-content-target-kv-read-of-a-session-s-turn": "sglang-0.5.11",
     "sglang-0.5.10.post1-text-prompt-of-a-turn": "sglang-0.5.11",
+    "sglang-0.5.13.post1-one-owner-free": "sglang-0.5.14",
     "vllm-0.14.1-order-landing": "vllm-0.16.0",
     "vllm-0.21.0-lengths-turn": "vllm-0.22.0",
     "vllm-0.22.1-usefulness-same-prompt-twice": "vllm-0.23.0",
+    f"vllm-0.23.0-exception-{OFFLOADING}-update-state-after-alloc": "vllm-0.24.0",
     "vllm-0.23.0-order-late-write": "vllm-0.24.0",
     "vllm-0.25.1-content-target-kv-read": "vllm-0.26.0",
     "vllm-0.26.0-cache-truth-turn": "vllm-0.27.0",
@@ -49,9 +54,7 @@ def test_a_seed_gives_one_case_that_a_file_keeps(family: str, tmp_path: Path) ->
     assert len({json.dumps(case.settings) for case in cases}) > 30
     assert all(PLAIN.keys() <= case.settings.keys() for case in cases)
     verbs = {verb.name for case in cases for verb in case.verbs}
-    assert verbs == {"send", "abort", "pause", "resume"} | (
-        set() if family in ("connector", "failing", "host") else {"reset"}
-    )
+    assert verbs == {"send", "abort", "pause", "resume", "reset"}
     piped = [case.settings for case in cases if case.settings["stages"] > 1]
     assert piped and not any(some["asynchronous"] or some["drafts"] for some in piped)
     cases[0].write(tmp_path / "case.json")
@@ -95,6 +98,17 @@ def test_cases_of_old_releases_have_states_or_a_window_and_no_adapters() -> None
     assert not any("adapter" in verb.given for case in cases for verb in case.verbs)
     drafting = [case for case in cases if case.settings["shape"]]
     assert all(case.settings["overlap"] for case in drafting)
+
+
+def test_the_decode_side_and_the_allocator_alone_have_cases_of_their_own() -> None:
+    decodes = [past_case(seed, "decode") for seed in range(40)]
+    settings = [case.settings for case in decodes]
+    assert all(not some["shape"] and not some["overlap"] for some in settings)
+    assert {some["rows"] for some in settings} == {1, 2, 3}  # so that arrived requests wait
+    assert any(verb.name == "abort" for case in decodes for verb in case.verbs)
+    calls = [past_case(seed, "allocator") for seed in range(40)]
+    assert {verb.name for case in calls for verb in case.verbs} == {"grow", "leave", "end"}
+    assert {case.settings["page"] for case in calls} == {1, 4, 16}
 
 
 def toy_run(case: Case) -> list[Finding]:
@@ -168,7 +182,7 @@ def test_the_least_pool_lacks_the_states_of_a_pipelines_stages(
     settings = case.settings | {"stages": stages, "spare": spare}
     finding = Finding("progress", "endless", "3000 turns, and work is left")
     fault = known_fault("vllm-0.33.0", dataclasses.replace(case, settings=settings), finding)
-    assert (fault is not None and "#52520" in fault.thread) == is_known
+    assert (fault is not None and "states-of-stages" in fault.thread) == is_known
 
 
 def test_a_stuck_loop_is_known_where_the_first_locks_a_window_of_the_cache() -> None:
