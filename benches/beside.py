@@ -37,7 +37,7 @@ Turn = Callable[[], float]  # returns its CPU seconds
 Load = Callable[[], Turn]
 
 
-class Other:
+class Checkout:
     """The packages of another checkout."""
 
     def __init__(self, checkout: Path) -> None:
@@ -172,10 +172,12 @@ def results_of(name: str, checkout: Path, starts: int) -> Iterator[Result]:
     spawn = get_context("spawn")  # a fork has its code at the addresses of its parent
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
         started = [*pool.map(partial(pairs_of, name, checkout), range(starts))]
-    pairs = [pair for those in started for pair in those]
+    pairs = [pair for start_pairs in started for pair in start_pairs]
     ours, theirs = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
     yield Result(name, ours, "CPU ms a turn", "the other checkout", theirs)
-    ratios = [statistics.median(our / their for our, their in those) for those in started]
+    ratios = [
+        statistics.median(our / their for our, their in start_pairs) for start_pairs in started
+    ]
     mean, error = statistics.fmean(ratios), statistics.stdev(ratios) / math.sqrt(starts)
     yield Result(f"{name}: mean ratio of {starts} starts", mean, "times", "equal", 1.0)
     yield Result(f"{name}: standard error of the mean", error, "times", "the mean", mean)
@@ -186,11 +188,11 @@ def pairs_of(name: str, checkout: Path, start: int) -> list[tuple[float, float]]
 
     Every second start builds, and begins with, the other side.
     """
-    (load, _), other = LOADS[name], Other(checkout)
+    (load, _), packages = LOADS[name], Checkout(checkout)
     if start % 2:
-        theirs, ours = other.start(load), load()
+        theirs, ours = packages.start(load), load()
     else:
-        ours, theirs = load(), other.start(load)
+        ours, theirs = load(), packages.start(load)
     ours(), theirs()
     pairs = []
     for number in range(start, start + PAIRS):

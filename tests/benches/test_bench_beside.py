@@ -1,4 +1,4 @@
-"""`python -m benches beside`: two checkouts in one process keep their packages apart."""
+"""`python -m benches beside`: two checkouts in one process, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import specpool
 from benches import beside
 from benches.beside import Turn, pairs_of
+from paths import ROOT
+from specpool.errors import ConfigError
 
 
 @pytest.mark.parametrize("start", [0, 1])
@@ -38,3 +40,14 @@ def test_each_side_has_its_own_modules(
     assert pairs_of("seconds", tmp_path, start) == [(3.0, 2.0)] * beside.PAIRS
     assert sys.modules["specpool"] is specpool and sys.path == paths
     assert {name: sys.modules[name] for name in modules} == modules
+
+
+def test_a_load_has_a_figure_and_its_error() -> None:
+    results = list(beside.results_of("a ledger's step", ROOT, 2))
+    assert [result.unit for result in results] == ["CPU ms a turn", "times", "times"]
+    assert all(result.value > 0 for result in results)
+
+
+def test_a_checkout_without_a_package_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has none"):
+        beside.beside(checkout=tmp_path, starts=2, json=False, plot=None)

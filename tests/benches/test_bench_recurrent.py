@@ -1,14 +1,10 @@
-"""`python -m benches recurrent` and `beside`: what they compare, and what they refuse."""
+"""`python -m benches recurrent`: what it compares."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-from benches import beside, recurrent
-from specpool.errors import ConfigError
+from benches import recurrent
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
 LAYERS = {"layer_types": ["conv", "full_attention"]}
@@ -28,17 +24,3 @@ def test_a_chain_is_beside_both_references_at_each_batch(small):
     assert [r.name.split(", ")[1] for r in results] == ["batch 1"] * 2 + ["batch 2"] * 2
     assert all(float(r.name.rsplit(" ", 1)[1]) > 2 for r in results)  # tokens a round
     assert all(r.value > 0 < r.reference_value for r in results)
-
-
-def test_both_sides_of_a_pair_run_in_their_checkouts(monkeypatch):
-    monkeypatch.setattr(beside, "STARTS", 1)
-    lines = list(beside.results_of("a ledger's step", beside.HERE, Path(sys.executable), 2))
-    assert [line.unit for line in lines] == ["CPU ms a turn"] + ["times"] * 3
-    assert all(line.ratio > 0 for line in lines)
-
-
-def test_a_side_that_ends_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="process ended"):
-        list(beside.results_of("a ledger's step", tmp_path, Path(sys.executable), 2))
-    with pytest.raises(ConfigError, match="not there"):
-        beside.beside(checkout=tmp_path, pairs=2, json=False, plot=None)
