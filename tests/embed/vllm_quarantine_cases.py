@@ -218,6 +218,37 @@ def test_after_an_unpin_that_raises_the_frees_are_as_usual(
     assert order == [2, 3, 4, 5, 6, 7, 1]
 
 
+def test_a_block_in_quarantine_that_is_held_stays_there_until_it_is_freed() -> None:
+    """As a connector holds what it copies away, for a request that believes to hold it."""
+    pool, blocks = held(64)
+    double_free(pool, blocks)
+    pool.touch([blocks[2], pool.null_block])
+    blocks[2].ref_cnt += 1
+    assert not pool.reset_prefix_cache()
+    for block in [*pool.get_new_blocks(4)] * 2:  # one of 16 may stay: three
+        pool.free_blocks([block])
+    assert 3 in pool.quarantine.blocks and len(pool.quarantine.blocks) == 3
+    assert blocks[2] not in pool.get_new_blocks(pool.get_num_free_blocks())
+    pool.free_blocks([blocks[2], blocks[2]])
+    assert pool.core.refs(3) == 1
+    pool.free_blocks([block for block in pool.blocks[1:] if block.pool is pool])
+    assert pool.reset_prefix_cache()
+    assert pool.core.taken().tolist() == []
+
+
+def test_blocks_in_quarantine_that_are_all_held_are_more_than_usual() -> None:
+    pool, blocks = held()
+    for block in blocks:
+        pool.free_blocks([block])
+        pool.free_blocks([block])
+        pool.touch([block])
+    assert list(pool.quarantine.blocks) == [1, 2, 3]
+    pool.free_blocks(blocks)
+    last = pool.get_new_blocks(1) * 2
+    pool.free_blocks(last)
+    assert list(pool.quarantine.blocks) == [last[0].block_id]
+
+
 @pytest.mark.parametrize("fault", OF_NO_BLOCK)
 def test_a_block_of_no_pool_is_left_out_and_said(
     fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -62,7 +62,7 @@ class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
 
 
 def _hold(core: BlockPool, blocks: Iterable[SpecpoolBlock], unpinned: Container[int] = ()) -> None:
-    """Hold blocks once more, all or none; the null block and those in quarantine are left out.
+    """Hold blocks once more, all of them or none; the null block is left out.
 
     Args:
         core: their pool.
@@ -77,8 +77,6 @@ def _hold(core: BlockPool, blocks: Iterable[SpecpoolBlock], unpinned: Container[
         if block.is_null:
             continue
         if block._block_hash is None:
-            if isinstance(block.pool, BlockQuarantine):
-                continue  # nobody else gets it, and its free goes there
             state, _, tag = core.record_of(block.block_id)[:3]
             if state == "cached":  # it keeps its place
                 if block.block_id not in unpinned:
@@ -399,7 +397,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         Blocks in quarantine come out then, because no request is left that could touch them.
         """
         quarantine = self.quarantine
-        if quarantine is not None and len(quarantine.blocks) == len(self.core.taken()):
+        if quarantine is not None and len(quarantine.unheld()) == len(self.core.taken()):
             quarantine.release()
         if not super().reset_prefix_cache():
             return False
