@@ -19,8 +19,8 @@ from specpool import BlockPool, PageStateError, ShapeError
 from specpool.plugins.status import EngineStatus
 from specpool.plugins.wrong_free import WrongFree
 
-#: One block of so many may be in quarantine; then the first one comes out again, or an engine that
-#: frees wrongly all the time would have no block left.
+#: One block of so many may be in quarantine; then the first one that nobody holds there comes out
+#: again, or an engine that frees wrongly all the time would have no block left.
 SHARE = 16
 #: Bytes of an event log that a report takes over.
 MOST_LOG_BYTES = 64 << 20
@@ -72,7 +72,7 @@ class Quarantine:
         """
         freed = []
         for block in reversed(blocks):
-            if block in self.blocks:
+            if block in self.blocks and self.core.refs(block) == 1:
                 self.note(f"drop of block {block}: it is in quarantine")
                 continue
             try:
@@ -88,11 +88,16 @@ class Quarantine:
         """Return whether one of the blocks is in."""
         return not self.blocks.keys().isdisjoint(blocks.tolist())
 
+    def unheld(self) -> list[int]:
+        """Return the blocks that nobody has held since they were put in, the first one first."""
+        return [block for block in self.blocks if self.core.refs(block) == 1]
+
     def put_in(self, block: int, refusal: str) -> None:
         """Keep a block that nobody holds from everybody. O(free blocks)."""
         wrong = WrongFree.seen(refusal, self._owner_of(block), self._freer_of(block))
-        while len(self.blocks) >= max(1, self.core.num_blocks // SHARE):
-            self._take_out(next(iter(self.blocks)))
+        most = max(1, self.core.num_blocks // SHARE)
+        while len(self.blocks) >= most and (unheld := self.unheld()):
+            self._take_out(unheld[0])
         self.core.unkeep([block])
         take_free(self.core, block, wrong.tag)
         self.blocks[block] = wrong.tag

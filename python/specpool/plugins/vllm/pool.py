@@ -62,7 +62,7 @@ class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
 
 
 def _hold(core: BlockPool, blocks: Iterable[SpecpoolBlock], unpinned: Container[int] = ()) -> None:
-    """Hold blocks once more, all or none; the null block and those in quarantine are left out.
+    """Hold blocks once more, all of them or none; the null block is left out.
 
     Args:
         core: their pool.
@@ -77,8 +77,6 @@ def _hold(core: BlockPool, blocks: Iterable[SpecpoolBlock], unpinned: Container[
         if block.is_null:
             continue
         if block._block_hash is None:
-            if isinstance(block.pool, BlockQuarantine):
-                continue  # nobody else gets it, and its free goes there
             state, _, tag = core.record_of(block.block_id)[:3]
             if state == "cached":  # it keeps its place
                 if block.block_id not in unpinned:
@@ -292,10 +290,10 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         """Forget what a block holds that is in quarantine, and send its frees there."""
         block: Any = self.blocks[block_id]
         self._emit_block_removed_events(self._forget(block))
-        if self._reuse_watchers:
-            self._notify_reuse([block])
         assert self.quarantine is not None
         block.pool = self.quarantine
+        if self._reuse_watchers:  # a reader may free it when it is told
+            self._notify_reuse([block])
 
     def _open(self, block_id: int) -> None:
         block: Any = self.blocks[block_id]
@@ -304,18 +302,30 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
     def unpin_blocks(
         self, blocks: Iterable[SpecpoolBlock], on_reuse: Callable[[Any], None]
     ) -> None:
-        """Let go of blocks that are still read until they are given again."""
-        held = [block for block in blocks if block.pool is self]
-        self._keep_held([block.block_id for block in held])  # so that free blocks go before them
-        ids = [block.block_id for block in held if block.pool is self]
-        self._drop(ids[::-1])
-        for block in held:
-            if block.pool is not self:  # it is in quarantine now
+        """Let go of blocks that are still read until they are given again.
+
+        One that is another pool's, or in quarantine, is freed there, and its reader told at once.
+
+        Raises:
+            PageStateError, ForeignBlockError: as `free_blocks`.
+        """
+        blocks = list(blocks)
+        foreign = [block for block in blocks if block.pool is not self]
+        if foreign:
+            self.free_blocks(foreign)
+        held = [block.block_id for block in blocks if block.pool is self]
+        try:
+            self._keep_held(held)  # so that free blocks go before them
+            self._drop([block for block in reversed(held) if self.blocks[block].pool is self])
+        finally:
+            for block in blocks:  # its others free it as usual
+                if block.pool is self and block.ref_cnt and block._block_hash is None:
+                    self.core.unkeep([block.block_id])
+        for block in {id(block): block for block in blocks}.values():
+            if block.pool is self:
+                self._reuse_watchers[block.block_id] = on_reuse
+            else:
                 on_reuse(block)
-                continue
-            if block.ref_cnt and block._block_hash is None:  # its others free it as usual
-                self.core.unkeep([block.block_id])
-            self._reuse_watchers[block.block_id] = on_reuse
 
     # What blocks hold: vLLM's index, and whether the core caches them.
 
@@ -360,7 +370,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
 
     def _keep_held(self, blocks: list[int]) -> None:
         """Keep blocks; one that nobody holds was freed too early, and goes into quarantine."""
-        for block in blocks:
+        for block in dict.fromkeys(blocks):
             try:
                 self.core.keep(block)
             except PageStateError as error:
@@ -387,7 +397,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         Blocks in quarantine come out then, because no request is left that could touch them.
         """
         quarantine = self.quarantine
-        if quarantine is not None and len(quarantine.blocks) == len(self.core.taken()):
+        if quarantine is not None and len(quarantine.unheld()) == len(self.core.taken()):
             quarantine.release()
         if not super().reset_prefix_cache():
             return False
