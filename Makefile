@@ -189,7 +189,7 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 # Side by side: installing, building the core's tests, and servers' tests all leave processors idle.
 # What is started there must not ask this make for its share of two jobs: rustdoc and make itself would warn.
 ALONE := unset MAKEFLAGS;
-test: ## install if needed, and run the tests (about 12 minutes on two quiet cores)
+test: ## install if needed, and run the tests (about 11 minutes on two quiet cores)
 	$(MAKE) --no-print-directory --jobs 2 test-rust test-python
 
 test-rust: # the proofs are optimised, and their tests with them; the core is not, which is quicker to build

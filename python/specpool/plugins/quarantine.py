@@ -95,8 +95,8 @@ class Quarantine:
     def put_in(self, block: int, refusal: str) -> None:
         """Keep a block that nobody holds from everybody. O(free blocks)."""
         wrong = WrongFree.seen(refusal, self._owner_of(block), self._freer_of(block))
-        most = max(1, self.core.num_blocks // SHARE)
-        while len(self.blocks) >= most and (unheld := self.unheld()):
+        max_blocks = max(1, self.core.num_blocks // SHARE)
+        while len(self.blocks) >= max_blocks and (unheld := self.unheld()):
             self._take_out(unheld[0])
         self.core.unkeep([block])
         take_free(self.core, block, wrong.tag)
@@ -139,8 +139,8 @@ def take_free(core: BlockPool, block: int, tag: str | None) -> None:
     """Take one certain free block; the others keep their order and their tags. O(free blocks)."""
     order = core.preview(core.num_free).tolist()
     before = order[: order.index(block)]
-    for other_tag, run in itertools.groupby(before, lambda other: core.record_of(other)[2]):
-        core.take(len(list(run)), None, other_tag)
+    for run_tag, run in itertools.groupby(before, lambda block: core.record_of(block)[2]):
+        core.take(len(list(run)), None, run_tag)
     core.take(1, None, tag)
     core.drop(before)
 
