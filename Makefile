@@ -170,7 +170,7 @@ lint-python: $(VENV)/.dev
 	$(BIN)/python tests/gpu.py --dry
 
 # A worker takes a third of the tests in their order, so that the tests of a file share its fixtures. One that has
-# none left takes from another's end. Three, since servers' tests wait: two processors are never idle.
+# none left takes from another's end. Three, since servers' tests wait.
 WORKERS ?= 3
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
@@ -189,7 +189,7 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 # Side by side: installing, building the core's tests, and servers' tests all leave processors idle.
 # What is started there must not ask this make for its share of two jobs: rustdoc and make itself would warn.
 ALONE := unset MAKEFLAGS;
-test: ## install if needed, and run the tests (about 11 minutes on two quiet cores)
+test: ## install if needed, and run the tests
 	$(MAKE) --no-print-directory --jobs 2 test-rust test-python
 
 test-rust: # the proofs are optimised, and their tests with them; the core is not, which is quicker to build

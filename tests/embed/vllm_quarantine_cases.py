@@ -154,12 +154,12 @@ def test_a_block_that_is_freed_wrongly_is_kept_from_everybody(
 def test_who_reads_a_block_that_goes_into_quarantine_is_told() -> None:
     """As HiSparse reads what it has unpinned. What the block held is not found again."""
     pool, blocks = held(64)
-    told: list[int] = []
-    pool.unpin_blocks(blocks[2:], lambda block: told.append(block.block_id))
+    notified: list[int] = []
+    pool.unpin_blocks(blocks[2:], lambda block: notified.append(block.block_id))
     pool.free_blocks(blocks[2:])
-    assert told == [3]
-    pool.unpin_blocks([blocks[1], blocks[1]], lambda block: told.append(block.block_id))
-    assert told == [3, 2] == list(pool.quarantine.blocks)
+    assert notified == [3]
+    pool.unpin_blocks([blocks[1], blocks[1]], lambda block: notified.append(block.block_id))
+    assert notified == [3, 2] == list(pool.quarantine.blocks)
     assert pool._reuse_watchers == {}
 
 
@@ -169,9 +169,9 @@ def test_who_reads_a_block_that_is_in_quarantine_already_is_told(
     """Once, and it is said: the block may be given again without a further word."""
     pool, blocks = held(64)
     double_free(pool, blocks)
-    told: list[int] = []
-    pool.unpin_blocks([blocks[2]] * 2, lambda block: told.append(block.block_id))
-    assert told == [3] == list(pool.quarantine.blocks)
+    notified: list[int] = []
+    pool.unpin_blocks([blocks[2]] * 2, lambda block: notified.append(block.block_id))
+    assert notified == [3] == list(pool.quarantine.blocks)
     assert pool._reuse_watchers == {}
     assert "drop of block 3: it is in quarantine" in caplog.text
     pool.core.check()
@@ -192,12 +192,12 @@ def test_an_unpin_of_another_pools_block_is_a_free_there(
     """This pool cannot tell when it is given again, so its reader is told at once."""
     monkeypatch.setenv("SPECPOOL_VLLM_FAULTS", name)
     pool, _ = held()
-    other, foreign = held()
-    told: list[Any] = []
+    foreign_pool, foreign = held()
+    notified: list[Any] = []
     before = pool.core.state_hash()
-    pool.unpin_blocks(foreign[1:], told.append)
-    assert other.core.taken().tolist() == [1]
-    assert told == foreign[1:]
+    pool.unpin_blocks(foreign[1:], notified.append)
+    assert foreign_pool.core.taken().tolist() == [1]
+    assert notified == foreign[1:]
     assert (pool.core.state_hash(), pool._reuse_watchers) == (before, {})
 
 

@@ -318,7 +318,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
             self._keep_held(held)  # so that free blocks go before them
             self._drop([block for block in reversed(held) if self.blocks[block].pool is self])
         finally:
-            for block in blocks:  # its others free it as usual
+            for block in blocks:  # whoever else holds it frees it as usual
                 if block.pool is self and block.ref_cnt and block._block_hash is None:
                     self.core.unkeep([block.block_id])
         for block in {id(block): block for block in blocks}.values():
