@@ -187,15 +187,15 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 	$(PYTEST) -m "not full" -k "not nvrtc and not agrees_with_the_oracle and not few_bytes and not run_of_the_engine" -q $(CHECKED)
 
 # Side by side: installing, building the core's tests, and servers' tests all leave processors idle.
-# What is started there must not ask this make for its share of two jobs: rustdoc and make itself would warn.
-ALONE := unset MAKEFLAGS;
+# What is started there must not ask this make for its share of two jobs: rustdoc, cargo and make itself would warn.
+ALONE := unset MAKEFLAGS MFLAGS;
 test: ## install if needed, and run the tests
 	$(MAKE) --no-print-directory --jobs 2 test-rust test-python
 
 test-rust: # the proofs are optimised, and their tests with them; the core is not, which is quicker to build
 	$(ALONE) cargo test --quiet -p specpool-core -p specpool-capi
-	cargo test --quiet --profile quick -p specpool-check
-	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
+	$(ALONE) cargo test --quiet --profile quick -p specpool-check
+	$(ALONE) cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
 
 test-python: $(VENV)/.dev
 	$(ALONE) $(PYTEST) -m "not full and not ray"
