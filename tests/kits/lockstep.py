@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from oracle import Oracle, Page, Refused, Step
 from oracle_index import Text
 from oracle_slots import SlotOracle
+from oracle_state import Holders
 from specpool import NotReady, Plan, SpecpoolError
 from specpool.testing import FakeDevice, LedgerConfig, Operation, apply, assert_no_page_leaked
 from state_device import StateDevice
@@ -418,8 +419,9 @@ class Lockstep:
             slot = oracle.exported_states[number] if isinstance(oracle, SlotOracle) else None
             assert ledger.prefix_state_slot(number) == (slot.number if slot else 0)
         assert ledger.steps() == oracle.unfinished()
+        holders_by_page = oracle.holders()
         for group in range(len(ledger.groups)):
-            self._compare_group(group)
+            self._compare_group(group, holders_by_page)
         if isinstance(oracle, SlotOracle):
             self._compare_states(oracle)
         ledger.check()
@@ -454,7 +456,7 @@ class Lockstep:
             if not oracle._is_waiting(slot):
                 self.device.check_indexed(slot.number, text)
 
-    def _compare_group(self, group: int) -> None:
+    def _compare_group(self, group: int, holders_by_page: Holders) -> None:
         ledger, oracle = self.ledger, self.oracle
         lent = sorted(page.number for page in oracle.lent if page.group == group)
         assert ledger.lent_pages(group).tolist() == lent
@@ -464,10 +466,12 @@ class Lockstep:
                 for row in range(ledger.num_rows + 1)
             ]
             assert getattr(ledger, f"{name}_len")(group).tolist() == expected, name
+        page_states = oracle.states(group, holders_by_page)
+        num_pages = Counter(page_states.values())
         assert ledger.free_pages(group) == oracle.free_pages(group)
-        assert ledger.cached_pages(group) == oracle.cached_pages(group)
-        assert ledger.fenced_pages(group) == oracle.fenced_pages(group)
-        assert ledger.reclaimable_pages(group) == oracle.reclaimable_pages(group)
+        assert ledger.cached_pages(group) == num_pages["cached"]
+        assert ledger.fenced_pages(group) == num_pages["fenced"]
+        assert ledger.reclaimable_pages(group) == oracle.reclaimable_pages(group, holders_by_page)
         table = np.zeros_like(ledger.full_table(group))
         for number, row in oracle.rows.items():
             for column, page in row.parts[group].table.items():
@@ -475,10 +479,9 @@ class Lockstep:
         assert (ledger.page_table(group) == table).all()
         states, _, holders = ledger.ownership_map(group)
         expected_states, expected_holders = np.zeros_like(states), np.zeros_like(holders)
-        held = oracle.holders()
-        for page, state in oracle.states(group).items():
+        for page, state in page_states.items():
             expected_states[page.number] = STATES[state]
-            expected_holders[page.number] = len(held[page])
+            expected_holders[page.number] = len(holders_by_page[page])
         assert states.tolist() == expected_states.tolist()
         assert holders.tolist() == expected_holders.tolist()
 

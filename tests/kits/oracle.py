@@ -6,6 +6,7 @@ Every verb checks all it can refuse before its first change, in the order that t
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from oracle_lend import Lending
@@ -440,7 +441,8 @@ class Oracle(Lending, Moving):
                 and max([page.fence, *map(self._fence, leaving)]) <= self.completed
                 for page, leaving in droppers.items()
             )
-            free, cached = self.free_pages(at) + freed, self.cached_pages(at)
+            states = Counter(self.states(at, holders).values())
+            free, cached = self.free_pages(at) + freed, states["cached"]
             if pages > free + cached - (taken[at] if taken else 0):
                 raise Refused(
                     "OutOfPages",
@@ -448,8 +450,8 @@ class Oracle(Lending, Moving):
                     need=pages,
                     free=free,
                     cached=cached,
-                    fenced=self.fenced_pages(at),
-                    reclaimable=self.reclaimable_pages(at),
+                    fenced=states["fenced"],
+                    reclaimable=self.reclaimable_pages(at, holders),
                 )
 
     def _claim(
@@ -510,8 +512,12 @@ class Oracle(Lending, Moving):
 
     def _taken(self, tables: list[dict[int, Page]], length: int) -> list[int]:
         """Cached pages of each group that a row of these tables begins with."""
+        holders = self.holders()
         cached = {
-            page for at in self._all for page, state in self.states(at).items() if state == "cached"
+            page
+            for at in self._all
+            for page, state in self.states(at, holders).items()
+            if state == "cached"
         }
         ends = [-(-length // group.page_size) for group in self.groups]
         return [

@@ -91,17 +91,21 @@ class SlotOracle(IndexOracle):
 
     # --- What is seen from outside ---
 
-    def slot_holders(self, slot: Slot) -> list[Row]:
-        """Rows that hold the slot, one entry for each reason, and exports."""
-        holders = [EXPORT for exported in self.exported_states.values() if exported is slot]
+    def holders_by_slot(self) -> dict[Slot, list[Row]]:
+        """Rows that hold each slot, one entry for each reason, and exports."""
+        holders: defaultdict[Slot, list[Row]] = defaultdict(list)
+        for exported in self.exported_states.values():
+            holders[exported].append(EXPORT)
         for row in self.rows.values():
             state = self.row_states[row]
-            holders += [row] * (state.slot is slot)
-            holders += [row] * (state.kept is not None and state.kept[0] is slot)
-            holders += [row] * sum(
-                fold.is_fresh and fold.src is slot for fold in self.unlaunched_folds(row)
-            )
-        return holders
+            folds = [fold.src for fold in self.unlaunched_folds(row) if fold.is_fresh]
+            for slot in (state.slot, state.kept and state.kept[0], *folds):
+                if slot is not None:
+                    holders[slot].append(row)
+        return {**holders}
+
+    def slot_holders(self, slot: Slot) -> list[Row]:
+        return self.holders_by_slot().get(slot, [])
 
     def kept_slots(self) -> set[Slot]:
         """Slots that soft marks or the index hold."""
@@ -109,26 +113,23 @@ class SlotOracle(IndexOracle):
         return {mark.slot for mark in marks} | set(self.indexed_states.values())
 
     def held_slots(self) -> list[Slot]:
-        return [slot for slot in self.slots if self.slot_holders(slot)]
+        held = self.holders_by_slot()
+        return [slot for slot in self.slots if slot in held]
 
     def fenced_slots(self) -> list[Slot]:
-        waiting = [slot for slot in self.slots if slot.fence > self.completed]
-        return [slot for slot in waiting if not self.slot_holders(slot)]
+        held = self.holders_by_slot()
+        return [slot for slot in self.slots if slot.fence > self.completed and slot not in held]
 
     def cached_slots(self) -> list[Slot]:
-        keeping = self.kept_slots()
-        return [
-            slot
-            for slot in self.slots
-            if slot in keeping and slot.fence <= self.completed and not self.slot_holders(slot)
-        ]
+        free = self.kept_slots() - self.holders_by_slot().keys()
+        return [slot for slot in self.slots if slot in free and slot.fence <= self.completed]
 
     def free_state_slots(self) -> int:
         in_use = {*self.held_slots(), *self.fenced_slots(), *self.cached_slots()}
         return self.group.num_slots - len(in_use)
 
     def reclaimable_state_slots(self) -> int:
-        return sum(all(row.idle for row in self.slot_holders(slot)) for slot in self.held_slots())
+        return sum(all(row.idle for row in rows) for rows in self.holders_by_slot().values())
 
     def unlaunched_folds(self, row: Row) -> list[Fold]:
         """The row's folds that a cancel, or a cut, would undo; newest first."""

@@ -159,6 +159,10 @@ class Step:
 INDEX = "the prefix index"
 
 
+#: By page, as `State.holders` returns them.
+Holders = dict[Page, list[Row | Prefix | str | None]]
+
+
 def others(holders: Sequence[Row | Prefix | str | None]) -> list[Row | Prefix | str | None]:
     """The holders of a page without the prefix index."""
     return [holder for holder in holders if holder is not INDEX]
@@ -211,11 +215,9 @@ class State:
 
     # --- What is seen from outside ---
 
-    def holders(self) -> dict[Page, list[Row | Prefix | str | None]]:
+    def holders(self) -> Holders:
         """Who holds each page; None is a cache outside, `INDEX` the prefix index."""
-        holders_by_page: dict[Page, list[Row | Prefix | str | None]] = {
-            page: [] for page in self.pages
-        }
+        holders_by_page: Holders = {page: [] for page in self.pages}
         for page in self.lent:
             holders_by_page[page].append(None)
         for page in self.indexed:
@@ -241,7 +243,8 @@ class State:
     def free_pages(self, group: int) -> int:
         return self.groups[group].num_pages - sum(page.group == group for page in self.pages)
 
-    def states(self, group: int) -> dict[Page, str]:
+    def states(self, group: int, holders_by_page: Holders) -> dict[Page, str]:
+        """What each page of a group is to the caller, given what `holders` says."""
         held_by_copy = self.held_by_copies()
 
         def state(page: Page, holders: list[Row | Prefix | str | None]) -> str:
@@ -252,20 +255,14 @@ class State:
 
         return {
             page: state(page, holders)
-            for page, holders in self.holders().items()
+            for page, holders in holders_by_page.items()
             if page.group == group
         }
 
-    def cached_pages(self, group: int) -> int:
-        return list(self.states(group).values()).count("cached")
-
-    def fenced_pages(self, group: int) -> int:
-        return list(self.states(group).values()).count("fenced")
-
-    def reclaimable_pages(self, group: int) -> int:
+    def reclaimable_pages(self, group: int, holders_by_page: Holders) -> int:
         return sum(
             bool(others(who)) and all(isinstance(it, Row) and it.idle for it in others(who))
-            for page, who in self.holders().items()
+            for page, who in holders_by_page.items()
             if page.group == group
         )
 
