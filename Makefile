@@ -140,7 +140,7 @@ build: $(VENV)/.dev ## build the wheel and the sdist into dist/, and check their
 	$(BIN)/pytest --quiet tests/project/test_package.py
 
 capi: ## write the C header, build libspecpool, and put both into dist/capi
-	SPECPOOL_WRITE=1 cargo test --quiet -p specpool-capi --test header
+	SPECPOOL_WRITE=1 cargo test --quiet -p specpool-capi --features header --test header
 	cargo build --release --locked --quiet -p specpool-capi
 	mkdir -p dist/capi/include dist/capi/lib
 	cp rust/specpool-capi/include/specpool.* dist/capi/include
@@ -154,11 +154,12 @@ fmt: $(VENV)/.dev ## format Rust and Python
 	$(BIN)/ruff format python tests examples benches lab fuzz docs
 	$(BIN)/ruff check --fix-only --quiet python tests examples benches lab fuzz docs
 
-lint: lint-rust lint-python ## run rustfmt, clippy, ruff, the check of imports between folders, mypy, stubtest, a dry run of `make gpu`
+lint: lint-rust lint-python ## run rustfmt, clippy, the check of the C header, ruff, the check of imports between folders, mypy, stubtest, a dry run of `make gpu`
 
 lint-rust:
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	cargo clippy --workspace --all-targets --features specpool-capi/header --quiet -- -D warnings
+	cargo test --quiet -p specpool-capi --features header --test header
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet -p specpool-core
 
 lint-python: $(VENV)/.dev

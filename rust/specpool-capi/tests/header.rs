@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-/// `SPECPOOL_WRITE=1 cargo test -p specpool-capi --test header` writes it (`make capi` does).
+/// `make lint` runs this; with `SPECPOOL_WRITE=1`, as in `make capi`, the header is written.
 #[test]
 fn the_header_is_up_to_date() {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));

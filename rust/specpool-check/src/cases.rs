@@ -233,7 +233,7 @@ fn moving() -> Vec<Case> {
                 "moving P={sizes:?} L={len} w={window:?} trims={trims} failures={failures} fencing={page_fencing}"
             );
             let limit = (len > 2 || sizes.len() > 1 || trims).then_some(CUT / 2);
-            let is_quick = sizes == [1] && !trims && (failures || !page_fencing);
+            let is_quick = sizes == [1] && !trims && !failures && !page_fencing;
             cases.push(Case { is_quick, ..case(name, config, 1, Alphabet { max_exports: 1, ..plain }, limit) });
         }
     }
@@ -269,7 +269,7 @@ fn states() -> Vec<Case> {
                 (config.overlap_depth, config.sessions) = (depth, sessions);
                 with_slots(config, (more, flush, eager))
             };
-            let is_small = depth == 0 && !drafts && more == 0 && flush == 1;
+            let is_small = depth == 0 && !drafts && more == 0 && flush == 1 && !eager;
             let new = |verbs: &str, config: LedgerConfig, pages: i64, alphabet: Alphabet, limit: Option<u64>| {
                 let shapes = if drafts { "1/1/2" } else { "0/1/1" };
                 let name = format!("states {verbs} {shapes} D={depth} +{more} flush={flush} eager={eager}");
@@ -291,7 +291,7 @@ fn states() -> Vec<Case> {
             cases.push(new("forks", config(2, false), 4, forks.clone(), limit));
             let moves = Alphabet { max_exports: 1, trims: false, cancels: false, ..plain.clone() };
             cases.push(new("moves alone", config(1, false), 0, moves.clone(), None));
-            cases.push(new("moves", config(2, false), 4, moves, Some(FEW)));
+            cases.push(Case { is_quick: false, ..new("moves", config(2, false), 4, moves, Some(FEW)) });
             let all = Alphabet { trims: true, turns: true, failures: true, batches: true, ..forks };
             let verbs = new("all verbs", config(2, true), 4, all, Some(FEW));
             cases.push(Case { is_quick: false, ..verbs });
