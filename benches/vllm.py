@@ -6,7 +6,6 @@ time is that of the call alone; what it took is given back off the clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ def _pool_calls(pool_of: type, count: int) -> dict[str, Run]:
     }
 
 
-def _manager_calls(pool_of: type, allocate: Callable[..., Any], rows: int) -> dict[str, Run]:
+def _manager_calls(pool_of: type, rows: int) -> dict[str, Run]:
     """Rounds of `rows` requests, and requests that come and go, as the scheduler makes them."""
     from benches.vllm_setup import manager, request
 
@@ -79,7 +78,7 @@ def _manager_calls(pool_of: type, allocate: Callable[..., Any], rows: int) -> di
     requests = []
     for row in range(rows):
         wanted = request(f"r{row}", range(row, row + 100 + row % BLOCK_SIZE), BLOCK_SIZE)
-        allocate(managed, wanted, wanted.num_tokens, num_lookahead_tokens=NUM_STEPS)
+        managed.allocate_slots(wanted, wanted.num_tokens, num_lookahead_tokens=NUM_STEPS)
         wanted.num_computed_tokens = wanted.num_tokens
         requests.append(wanted)
     lens = [wanted.num_tokens for wanted in requests]
@@ -87,7 +86,7 @@ def _manager_calls(pool_of: type, allocate: Callable[..., Any], rows: int) -> di
 
     def turn() -> None:
         for wanted in requests:
-            allocate(managed, wanted, 1 + NUM_STEPS, num_lookahead_tokens=NUM_STEPS)
+            managed.allocate_slots(wanted, 1 + NUM_STEPS, num_lookahead_tokens=NUM_STEPS)
 
     def advance(_: Any) -> None:
         """Each round accepts four tokens; they are taken back after 400."""
@@ -102,7 +101,7 @@ def _manager_calls(pool_of: type, allocate: Callable[..., Any], rows: int) -> di
         counter[0] += 1
         wanted = prompts[counter[0] % len(prompts)]
         blocks, known, _ = managed.get_computed_blocks(wanted)
-        allocate(managed, wanted, wanted.num_tokens - known, known, blocks)
+        managed.allocate_slots(wanted, wanted.num_tokens - known, known, blocks)
         return wanted
 
     calls = {"allocate_slots of a round": _timed(turn, advance)}
@@ -112,19 +111,18 @@ def _manager_calls(pool_of: type, allocate: Callable[..., Any], rows: int) -> di
     return calls
 
 
-def _slots_ahead(pool_of: type, spare: int, block_size: int) -> float:
+def _slots_ahead(pool_of: type, method: str, block_size: int) -> float:
     """Mean slots that a row has behind its committed tokens before a round, over all offsets."""
-    from benches.vllm_setup import manager, request
-    from specpool.plugins.vllm import speculative  # noqa: F401 # its wrapper reads `spare`
+    from benches.vllm_setup import manager, request, scheduler
 
     total = 0
     for start in range(100, 100 + 4 * block_size):
         managed = manager(pool_of, 400, block_size)
-        managed.spare_lookahead = spare
+        lookahead = scheduler(managed, NUM_STEPS, method=method).num_lookahead_tokens
         wanted = request("r", range(start), block_size)
-        managed.allocate_slots(wanted, start, num_lookahead_tokens=NUM_STEPS)
+        managed.allocate_slots(wanted, start, num_lookahead_tokens=lookahead)
         wanted.num_computed_tokens = start
-        managed.allocate_slots(wanted, 1 + NUM_STEPS, num_lookahead_tokens=NUM_STEPS)
+        managed.allocate_slots(wanted, 1 + NUM_STEPS, num_lookahead_tokens=lookahead)
         total += len(managed.get_block_ids("r")[0]) * block_size - start
         managed.free(wanted)
     return total / (4 * block_size)
@@ -144,12 +142,9 @@ def _hits(pool_of: type) -> float:
 
 
 def _results(repeats: int) -> list[Result]:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-
     from benches.vllm_setup import OWN_POOL
     from specpool.plugins.vllm import pool, speculative
 
-    own_allocate = KVCacheManager.allocate_slots
     pool.install()
     speculative.install()
     ours, theirs = pool.SpecpoolBlockPool, OWN_POOL
@@ -158,18 +153,16 @@ def _results(repeats: int) -> list[Result]:
         for count in COUNTS
     ]
     for rows in ROWS:
-        both = [
-            _manager_calls(cls, allocate, rows)
-            for cls, allocate in ((ours, KVCacheManager.allocate_slots), (theirs, own_allocate))
-        ]
-        sides.append((f"{rows} requests", both[0], both[1]))
+        both = _manager_calls(ours, rows), _manager_calls(theirs, rows)
+        sides.append((f"{rows} requests", *both))
     results = []
     for size, runs, references in sides:
         for name, run in runs.items():
             value, reference = interleaved([run, references[name]], repeats)
             results.append(Result(f"{size}: {name}", value, "us", "vLLM's own", reference))
     for block_size in (1, BLOCK_SIZE, 64):
-        counts = _slots_ahead(ours, 1, block_size), _slots_ahead(ours, 0, block_size)
+        # vLLM's reserve stays as it is for a draft model.
+        counts = [_slots_ahead(ours, method, block_size) for method in ("eagle3", "draft_model")]
         title = f"P={block_size}, {NUM_STEPS} steps: slots ahead of a committed token"
         results.append(Result(title, counts[0], "slots", "vLLM's own", counts[1]))
     title = f"P={BLOCK_SIZE}, a chat of 64 turns: tokens found per turn"

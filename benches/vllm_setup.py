@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 init_none_hash(sha256)
 # Looked at when this is imported, so before the plug-in puts its own in place.
 OWN_POOL = kv_cache_coordinator.BlockPool
-_OWN_METHODS = {
+OWN_METHODS = {
     name: getattr(kv_cache_coordinator.KVCacheCoordinator, name)
     for name in ("allocate_new_blocks", "allocate_new_computed_blocks")
 }
@@ -57,7 +57,7 @@ def manager(pool: type, num_blocks: int, block_size: int, **settings: Any) -> An
     finally:
         kv_cache_coordinator.BlockPool = before
     if pool is OWN_POOL:
-        for name, method in _OWN_METHODS.items():
+        for name, method in OWN_METHODS.items():
             setattr(managed.coordinator, name, MethodType(method, managed.coordinator))
     return managed
 
@@ -78,6 +78,27 @@ def request(
         block_hasher=get_request_block_hasher(block_size, sha256, num_hash_lookahead_tokens),
         **rest,
     )
+
+
+def drafter(**changes: Any) -> Any:
+    """Return what the plug-in reads of vLLM's settings of an EAGLE drafter, with changes."""
+    no_mtp = {f"use_{kind}_mtp": bool for kind in ("multi_module", "gemma4", "step3p5")}
+    return SimpleNamespace(**{"method": "eagle3", "parallel_drafting": False} | no_mtp | changes)
+
+
+def scheduler(managed: Any, num_lookahead_tokens: int, **changes: Any) -> Any:
+    """Return what the plug-in reads and changes of vLLM's scheduler, with an EAGLE drafter.
+
+    Args:
+        managed: the scheduler's manager of KV blocks.
+        num_lookahead_tokens: what vLLM reserves for a request.
+        changes: of the settings of the drafter.
+    """
+    from specpool.plugins.vllm import speculative
+
+    made = SimpleNamespace(kv_cache_manager=managed, num_lookahead_tokens=num_lookahead_tokens)
+    speculative.reserve_what_is_written(made, drafter(**changes))
+    return made
 
 
 def admit(managed: Any, wanted: Any, **settings: Any) -> list[int] | None:

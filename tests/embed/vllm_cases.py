@@ -15,9 +15,10 @@ import pytest
 from vllm import plugins
 from vllm.v1.core import block_pool, kv_cache_coordinator
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager
 from vllm_plugin import SIZE, held, ours, with_plugin
 
-from benches.vllm_setup import OWN_POOL, admit, manager, request
+from benches.vllm_setup import OWN_METHODS, OWN_POOL, admit, manager, request
 from specpool import BlockPool, PageStateError
 from specpool.plugins import drift, proof
 from specpool.plugins.vllm import register, releases
@@ -283,17 +284,53 @@ def test_this_vllm_is_known() -> None:
     assert DRIFT == {"blocks": [], "speculative": []}
 
 
-def test_what_wraps_a_call_has_its_parameters_and_defaults() -> None:
+def test_what_takes_the_place_of_a_call_has_its_parameters_and_defaults() -> None:
     """They are those of this release, by name."""
-    from specpool.plugins.vllm import speculative
+    from specpool.plugins.vllm import request_names
 
     own, mine = (
         inspect.signature(function, follow_wrapped=False)
-        for function in (speculative.own_allocate_slots, speculative.allocate_slots)
+        for function in (OWN_METHODS["allocate_new_blocks"], request_names.allocate_new_blocks)
     )
     assert [(p.name, p.kind, p.default) for p in mine.parameters.values()] == [
         (p.name, p.kind, p.default) for p in own.parameters.values()
     ]
+
+
+def test_no_call_of_a_round_is_wrapped() -> None:
+    """Nor is any of a manager that keeps notes of what follows its blocks."""
+    managed = manager(ours(), 8, SIZE, use_eagle=True)
+    assert managed.block_pool.next_tokens is not None
+    (single,) = managed.coordinator.single_type_managers
+    for owner, names in (
+        (managed, "allocate_slots create_kv_cache_blocks"),
+        (managed.coordinator, "get_num_blocks_to_allocate remove_skipped_blocks cache_blocks"),
+        (single, "get_num_blocks_to_allocate allocate_new_blocks cache_blocks"),
+    ):
+        for name in names.split():
+            assert getattr(owner, name).__code__.co_filename == inspect.getfile(type(owner)), name
+
+
+def test_blocks_are_taken_for_a_request_as_vllms_coordinator_takes_them() -> None:
+    """Each group gets them, one with cross attention for its encoder's tokens; and all are named.
+
+    The second name is of blocks that a KV connector fills.
+    """
+    cross = object.__new__(CrossAttentionManager)
+    taken = list[Any]()
+    managers = [SimpleNamespace(), cross, SimpleNamespace()]
+    for index, single in enumerate(managers):
+        single.allocate_new_blocks = lambda *args, i=index: taken.append((i, *args)) or [i]
+    for method in (OWN_METHODS["allocate_new_blocks"], KVCacheCoordinator.allocate_new_blocks):
+        stand_in = SimpleNamespace(block_pool=SimpleNamespace(), single_type_managers=managers)
+        assert method(stand_in, "r", 9, 7, 3) == ([0], [1], [2])
+    assert taken[:3] == taken[3:] == [(0, "r", 9, 7), (1, "r", 3, 7), (2, "r", 9, 7)]
+    managed = manager(ours(), 40, SIZE)
+    for name, settings in (("a", {}), ("b", {"num_external_computed_tokens": 2 * SIZE})):
+        managed.allocate_slots(request(name, range(3 * SIZE), SIZE), 1, **settings)
+        (ids,) = managed.get_block_ids(name)
+        assert {managed.block_pool.core.record_of(block)[2] for block in ids} == {name}
+    assert len(ids) == 3
 
 
 def frees_in_another_order(own: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm_plugin import SIZE, ours, with_plugin
 
-from benches.vllm_setup import OWN_POOL, admit, manager, request
+from benches.vllm_setup import OWN_POOL, admit, drafter, manager, request, scheduler
 
 __all__ = ["with_plugin"]
 
@@ -60,7 +61,7 @@ def test_a_block_that_is_not_cached_has_no_note() -> None:
     new = pool.get_new_blocks(3)
     wanted = request("a", range(12), SIZE)
     pool.cache_full_blocks(wanted, new, 0, 3, SIZE, 0, [True, False, False])
-    assert list(pool.next_tokens) == [new[0].block_id]
+    assert [pool.next_tokens.of(block.block_id) for block in new] == [4, None, None]
 
 
 def test_what_is_not_proved_is_dropped_as_vllm_does() -> None:
@@ -86,6 +87,12 @@ def test_what_is_not_proved_is_dropped_as_vllm_does() -> None:
     assert admit(managed, request("b", text, SIZE))[0] == SIZE
     decode(managed, loaded, [9, 10, 11, 12, 13])  # this engine computes block 2 itself
     assert admit(managed, request("c", range(14), SIZE))[0] == 3 * SIZE
+    # They are of no other request, and of none that computes them again.
+    managed.free(loaded)
+    managed.evict_blocks(set(range(1, 64)))
+    loaded.num_computed_tokens = 0
+    admit(managed, loaded)
+    assert managed.get_computed_blocks(request("d", text, SIZE))[1] == 2 * SIZE
 
 
 def test_a_preempted_request_proves_nothing_of_a_block_that_it_lost() -> None:
@@ -96,12 +103,12 @@ def test_a_preempted_request_proves_nothing_of_a_block_that_it_lost() -> None:
     managed.free(first)
     pool = managed.block_pool
     others = pool.get_new_blocks(pool.get_num_free_blocks())
-    assert pool.next_tokens == {}
+    assert len(pool.next_tokens) == 0
     pool.free_blocks([block for block in others if block.block_id != lost])
     first.append_output_token_ids(8)
     first.num_computed_tokens = 0
     admit(managed, first)
-    assert lost not in pool.next_tokens
+    assert pool.next_tokens.of(lost) is None
 
 
 def _unproved(wanted: Any) -> bool:
@@ -116,9 +123,74 @@ def test_a_block_that_was_given_again_proves_nothing() -> None:
     first = request("a", range(9), SIZE)
     admit(managed, first)
     managed.free(first)
-    assert set(pool.next_tokens) == {1, 2}
+    assert [pool.next_tokens.of(block) for block in (1, 2)] == [4, 8]
     pool.get_new_blocks(pool.get_num_free_blocks())
-    assert pool.next_tokens == {}
+    assert len(pool.next_tokens) == 0
+
+
+def fill(managed: Any, name: str = "a") -> Any:
+    """Admit a request whose second block is full, with no token behind it yet; return it."""
+    wanted = request(name, range(2 * SIZE), SIZE)
+    admit(managed, wanted)
+    return wanted
+
+
+def hit(managed: Any, behind: int) -> int:
+    """Return the tokens that are found of the text of `fill` that goes on with `behind`."""
+    found: int = managed.get_computed_blocks(request("b", [*range(2 * SIZE), behind, 0], SIZE))[1]
+    return found
+
+
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_a_token_proves_as_soon_as_it_is_sampled_and_after_its_request(is_freed: bool) -> None:
+    managed = eagle(ours())
+    wanted = fill(managed)
+    assert hit(managed, 7) == SIZE
+    wanted.append_output_token_ids(7)
+    if is_freed:
+        managed.free(wanted)
+        wanted.append_output_token_ids(8)
+    assert [hit(managed, behind) for behind in (7, 8)] == [2 * SIZE, SIZE]
+
+
+def test_what_a_request_samples_after_it_was_preempted_proves_nothing_of_a_block_before() -> None:
+    """The step that was in flight then computed the draft KV with another token."""
+    managed = eagle(ours())
+    wanted = fill(managed)
+    managed.free(wanted)
+    wanted.append_output_token_ids(7)
+    wanted.num_computed_tokens = 0
+    assert hit(managed, 7) == SIZE
+    assert admit(managed, wanted)[0] == SIZE
+    decode(managed, wanted, [9])
+    assert hit(managed, 7) == 2 * SIZE  # by the block that it computed again
+    assert len(managed.block_pool.next_tokens) == 2
+
+
+def test_an_open_note_is_of_what_its_block_held_then() -> None:
+    """A block is taken away by a wrong free, and holds another text with the same token behind."""
+    managed = eagle(ours())
+    pool = managed.block_pool
+    wanted = fill(managed)
+    block = pool.blocks[managed.get_block_ids("a")[0][1]]
+    pool.free_blocks([block])
+    foreign = request("c", range(50, 50 + SIZE), SIZE)
+    assert pool.get_new_blocks(pool.get_num_free_blocks())[-1] is block
+    pool.cache_full_blocks(foreign, [block], 0, 1, SIZE, 0)
+    wanted.append_output_token_ids(7)
+    pool.next_tokens.let_go("a")
+    assert pool.next_tokens.of(block.block_id) is None
+    foreign.append_output_token_ids(8)
+    assert pool.next_tokens.of(block.block_id) == 8
+
+
+def test_a_note_keeps_no_text_alive() -> None:
+    managed = eagle(ours())
+    wanted = weakref.ref(fill(managed))
+    assert wanted() is not None  # while it holds the block
+    decode(managed, wanted(), [*range(SIZE)] * 2)  # more blocks are full before a token is behind
+    managed.free(wanted())
+    assert wanted() is None
 
 
 def test_where_the_next_token_does_not_prove_a_hit_nothing_is_noted() -> None:
@@ -129,53 +201,54 @@ def test_where_the_next_token_does_not_prove_a_hit_nothing_is_noted() -> None:
     # Modules that read two tokens ahead need more than the next one.
     several = eagle(ours(), num_prefill_lookahead=2)
     assert several.block_pool.next_tokens is None
-    assert eagle(ours(), num_prefill_lookahead=1).block_pool.next_tokens == {}
+    assert eagle(ours(), num_prefill_lookahead=1).block_pool.next_tokens is not None
 
 
-def settings_of(**changes: Any) -> Any:
-    spec = {
-        "method": "eagle3",
-        "parallel_drafting": False,
-        "use_multi_module_mtp": lambda: False,
-        "use_gemma4_mtp": lambda: False,
-        "use_step3p5_mtp": lambda: False,
-    }
-    lookahead = changes.pop("num_lookahead_tokens", 5)
-    return SimpleNamespace(
-        speculative_config=SimpleNamespace(**spec | changes), num_lookahead_tokens=lookahead
-    )
+def lookahead(num_lookahead_tokens: int = 5, **changes: Any) -> int:
+    """Return what a scheduler reserves then for a request."""
+    made = scheduler(manager(ours(), 8, SIZE), num_lookahead_tokens, **changes)
+    left: int = made.num_lookahead_tokens
+    return left
 
 
 def test_the_spare_slot_is_of_drafters_that_write_step_by_step() -> None:
-    from specpool.plugins.vllm import speculative
-
-    spare = speculative.spare_lookahead
-    assert [spare(settings_of(method=m)) for m in ("eagle", "eagle3", "mtp")] == [1, 1, 1]
-    for other in (
+    assert [lookahead(method=method) for method in ("eagle", "eagle3", "mtp")] == [4, 4, 4]
+    for changes in (
         {"method": "draft_model"},  # its first step reads a token further on
         {"method": "dflash"},
         {"parallel_drafting": True},
         {"use_multi_module_mtp": lambda: True},
         {"use_gemma4_mtp": lambda: True},
         {"use_step3p5_mtp": lambda: True},
-        {"num_lookahead_tokens": 0},
     ):
-        assert spare(settings_of(**other)) == 0, other
-    assert spare(SimpleNamespace(speculative_config=None, num_lookahead_tokens=0)) == 0
-    scheduler = SimpleNamespace(kv_cache_manager=manager(ours(), 8, SIZE))
-    assert scheduler.kv_cache_manager.spare_lookahead == 0
-    speculative._init_scheduler(lambda *args: None, scheduler, settings_of())
-    assert scheduler.kv_cache_manager.spare_lookahead == 1
+        assert lookahead(**changes) == 5, changes
+    assert lookahead(0) == 0
+
+
+def test_a_scheduler_reserves_less_as_soon_as_it_is_made() -> None:
+    """And counts what its running requests do not reserve; without a drafter it stays as it is."""
+    from specpool.plugins.vllm import speculative
+
+    for num_steps in (0, 3):
+        made = scheduler(managed := manager(ours(), 40, SIZE), 0)
+        made.num_lookahead_tokens = num_steps
+        spec = drafter() if num_steps else None
+        before = speculative._num_spare_slots()
+        speculative._init_scheduler(
+            lambda *args: None, made, SimpleNamespace(speculative_config=spec)
+        )
+        assert made.num_lookahead_tokens == max(0, num_steps - 1)
+        for name in "ab":
+            admit(managed, request(name, range(9), SIZE))
+        assert speculative._num_spare_slots() - before == (2 if num_steps else 0)
 
 
 def test_what_stays_vllms_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specpool.plugins import status
-    from specpool.plugins.vllm import speculative
 
     monkeypatch.setattr(status, "_statuses", {})
-    scheduler = SimpleNamespace(kv_cache_manager=manager(ours(), 8, SIZE))
     for changes in (
         {},
         {"num_lookahead_tokens": 0, "method": "ngram"},
@@ -184,7 +257,7 @@ def test_what_stays_vllms_is_said_once(
         {"parallel_drafting": True},
         {"use_step3p5_mtp": lambda: True},
     ):
-        speculative._init_scheduler(lambda *args: None, scheduler, settings_of(**changes))
+        lookahead(**changes)
     assert [line.split(": ", 2)[2] for line in caplog.messages] == [
         "drafter 'draft_model' writes elsewhere than eagle, eagle3, mtp do",
         "parallel drafting writes the positions of all drafts in one forward",
@@ -218,12 +291,12 @@ def test_a_round_has_the_slots_that_its_drafter_writes_and_no_block_more(
 ) -> None:
     for start in range(1, 2 * block_size + 1):
         managed = manager(ours(), 64, block_size)
-        managed.spare_lookahead = 1
+        reserved = scheduler(managed, num_steps).num_lookahead_tokens
         wanted = request("r", range(start), block_size)
-        admit(managed, wanted, num_lookahead_tokens=num_steps)
+        admit(managed, wanted, num_lookahead_tokens=reserved)
         wanted.append_output_token_ids(1)
         drafts = num_steps
-        managed.allocate_slots(wanted, 1 + drafts, num_lookahead_tokens=num_steps)
+        managed.allocate_slots(wanted, 1 + drafts, num_lookahead_tokens=reserved)
         verified = wanted.num_computed_tokens + drafts  # the last position the target verifies
         # vLLM's drafter: the verified positions, then one further with each later step.
         last = verified + len(range(num_steps - 1))
@@ -233,12 +306,18 @@ def test_a_round_has_the_slots_that_its_drafter_writes_and_no_block_more(
 
 def test_a_stale_hit_and_none_at_all_are_refused_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     from specpool.plugins.vllm import speculative, speculative_proof
+    from specpool.plugins.vllm.next_tokens import NextTokens
 
     assert speculative_proof.difference() is None
     monkeypatch.setattr(speculative, "_proved", lambda pool, block, token: block)
     line = speculative_proof.difference()
     assert line is not None and line.startswith("KV cache hits, seed ")
     assert "the last block was computed for another text" in line
+    monkeypatch.undo()
+    monkeypatch.setattr(NextTokens, "let_go", lambda self, request_id: None)  # open for ever
+    line = speculative_proof.difference()
+    assert line is not None and "the last block was computed for another text" in line
+    monkeypatch.undo()
     monkeypatch.setattr(speculative, "_proved", lambda pool, block, token: None)
     assert speculative_proof.difference() == (
         "KV cache hits: no operation of the proof kept the last block of a hit"
@@ -252,13 +331,11 @@ def test_drafters_of_another_text_keep_vllms_reserve(
 
     target = next(iter(drafters.DRAFTERS))
     monkeypatch.setitem(drafters.DRAFTERS, target, {"0.33.0": "another"})
-    scheduler = SimpleNamespace(kv_cache_manager=manager(ours(), 8, SIZE))
-    for trusted, spare in ((None, 0), ("trust", 1)):
+    for trusted, left in ((None, 5), ("trust", 4)):
         speculative._unknown_drafters.cache_clear()
         if trusted:
             monkeypatch.setenv("SPECPOOL_VLLM_DRIFT", trusted)
-        speculative._init_scheduler(lambda *args: None, scheduler, settings_of())
-        assert scheduler.kv_cache_manager.spare_lookahead == spare
+        assert lookahead() == left
     speculative._unknown_drafters.cache_clear()
     (line,) = caplog.messages
     assert "a round reserves as much as vLLM does: " + target in line

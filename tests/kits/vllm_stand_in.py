@@ -88,16 +88,18 @@ def stand_in():
             "KVCacheCoordinator": type("Coordinator", (KVCacheCoordinator,), {}),
         },
         "kv_cache_utils": {"KVCacheBlock": KVCacheBlock},
+        "single_type_kv_cache_manager": {"CrossAttentionManager": type("Cross", (), {})},
     }
     before = {name: sys.modules.get(name) for name in sys.modules if name.startswith("vllm")}
-    ours = "specpool.plugins.vllm.pool"
+    ours = "specpool.plugins.vllm.pool", "specpool.plugins.vllm.request_names"
     modules = {name: ModuleType(name) for name in ("vllm", "vllm.v1", "vllm.v1.core")}
     for part, names in parts.items():
         modules[f"vllm.v1.core.{part}"] = module = ModuleType(part)
         vars(module).update(names)
         setattr(modules["vllm.v1.core"], part, module)
     sys.modules.update(modules)
-    sys.modules.pop(ours, None)
+    for name in ours:
+        sys.modules.pop(name, None)
     try:
         import specpool.plugins.vllm.pool as pool
 
@@ -106,9 +108,10 @@ def stand_in():
             pool=pool, **{name: modules[f"vllm.v1.core.{name}"] for name in parts}
         )
     finally:
-        for name in (*modules, ours):
+        for name in (*modules, *ours):
             sys.modules.pop(name, None)
         import specpool.plugins.vllm as package
 
-        vars(package).pop("pool", None)
+        for name in ours:
+            vars(package).pop(name.rpartition(".")[2], None)
         sys.modules.update({name: module for name, module in before.items() if module})

@@ -7,26 +7,24 @@ the plug-in only, because it imports vLLM.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.v1.core import block_pool, kv_cache_coordinator
-from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from specpool import BlockPool, OutOfPages, PageStateError, SpecpoolError
 from specpool.plugins import record
 from specpool.plugins.quarantine import Quarantine, take_free
 from specpool.plugins.status import status_of
+from specpool.plugins.vllm import request_names
+from specpool.plugins.vllm.next_tokens import NextTokens
 
 OwnBlockPool: Any = block_pool.BlockPool
 _original_insert = OwnBlockPool._insert_block_hash
 _original_remove = OwnBlockPool._remove_cached_block_hashes
-own_allocate: Any = KVCacheCoordinator.allocate_new_blocks
-_own_allocate_computed: Any = KVCacheCoordinator.allocate_new_computed_blocks
 
 
 class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
@@ -164,11 +162,8 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         self.free_block_queue = FreeOrder(self.core, self.blocks)
         # The request that blocks are taken for, in errors and records.
         self.tag: str | None = None
-        # For each cached block the token behind it, or a mark until there is one; None unless
-        # `speculative` keeps them.
-        self.next_tokens: dict[int, int | tuple[int, int]] | None = None
-        # The text whose hit is looked up, if a last block can be proved.
-        self.reading: Sequence[int] | None = None
+        # None unless `speculative` keeps them.
+        self.next_tokens: NextTokens | None = None
         # Hashes that an event says were stored though their block was refused.
         self._uncached: list[Any] = []
         # None if a wrong free raises.
@@ -202,7 +197,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
                 if self.enable_kv_cache_events:
                     self._emit_block_removed_events(removed)
                 if self.next_tokens is not None:
-                    self.next_tokens.pop(block.block_id, None)
+                    self.next_tokens.forget(block.block_id)
         if collector:
             for block in new:
                 collector.on_block_allocated(block)
@@ -376,9 +371,6 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
             except PageStateError as error:
                 self._freed_too_early(block, error)
 
-    def note_allocation(self, request: Any, num_new_computed: int, num_external: int) -> None:
-        """Note what is known before a request gets blocks; see `speculative`."""
-
     def _remove_cached_block_hashes(self, block: SpecpoolBlock) -> list[Any]:
         # A free one keeps its place, as in vLLM's queue: the core has it cached until it is given.
         if block.ref_cnt:
@@ -387,7 +379,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
 
     def _forget(self, block: SpecpoolBlock) -> list[Any]:
         if self.next_tokens is not None:
-            self.next_tokens.pop(block.block_id, None)
+            self.next_tokens.forget(block.block_id)
         removed: list[Any] = _original_remove(self, block)
         return removed
 
@@ -414,48 +406,9 @@ def install() -> None:
     """Put the class in the place of vLLM's, and name requests in errors."""
     for module in (block_pool, kv_cache_coordinator):
         module.BlockPool = SpecpoolBlockPool
-    # Of pools that were made before, and of those that are vLLM's own.
-    OwnBlockPool.next_tokens = None
     if "pool" not in KVCacheBlock.__slots__:
         KVCacheBlock.pool = None  # blocks of no pool, before vLLM 0.32
-    KVCacheCoordinator.allocate_new_blocks = allocate_new_blocks
-    KVCacheCoordinator.allocate_new_computed_blocks = allocate_new_computed_blocks
-
-
-def leave_requests_unnamed() -> None:
-    """Undo the naming of requests: who sets `tag` before these calls takes less time."""
-    KVCacheCoordinator.allocate_new_blocks = own_allocate
-    KVCacheCoordinator.allocate_new_computed_blocks = _own_allocate_computed
-
-
-def _allocate_new_blocks(coordinator: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
-    coordinator.block_pool.tag = request_id
-    return own_allocate(coordinator, request_id, *args, **kwargs)
-
-
-# The same with vLLM's parameters by their names, which takes a third of the time.
-def _allocate_in_round(
-    self: Any,
-    request_id: str,
-    num_tokens: int,
-    num_tokens_main_model: int,
-    num_encoder_tokens: int = 0,
-) -> Any:
-    self.block_pool.tag = request_id
-    return own_allocate(self, request_id, num_tokens, num_tokens_main_model, num_encoder_tokens)
-
-
-_names = list(inspect.signature(own_allocate).parameters)
-_is_known = _names == list(inspect.signature(_allocate_in_round).parameters)
-allocate_new_blocks: Any = _allocate_in_round if _is_known else _allocate_new_blocks
-
-
-def allocate_new_computed_blocks(
-    coordinator: Any, request_id: str, *args: Any, **kwargs: Any
-) -> None:
-    """Around vLLM's: name the request in errors and records."""
-    coordinator.block_pool.tag = request_id
-    _own_allocate_computed(coordinator, request_id, *args, **kwargs)
+    request_names.install()
 
 
 def _new_core(num_gpu_blocks: int, log: str | None) -> BlockPool:

@@ -39,6 +39,7 @@ from vllm.v1.request import Request
 from specpool.plugins import proof
 from specpool.plugins.proof import Operation, Operations
 from specpool.plugins.vllm import pool as plugin
+from specpool.plugins.vllm import request_names
 
 #: What `SpecpoolBlockPool` keeps in another way than vLLM's own pool.
 REPLACED = frozenset(
@@ -646,7 +647,7 @@ def manager(cls: type, num_blocks: int, window: int | None, settings: dict[str, 
     if cls is TriedPool:
         coordinator = managed.coordinator
         for name in ("allocate_new_blocks", "allocate_new_computed_blocks"):
-            setattr(coordinator, name, MethodType(getattr(plugin, name), coordinator))
+            setattr(coordinator, name, MethodType(getattr(request_names, name), coordinator))
     return managed
 
 

@@ -12,7 +12,6 @@ noted, and a hit whose text goes on with the same token keeps the block: nothing
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -25,45 +24,30 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from specpool.plugins.status import status_of
 from specpool.plugins.vllm import drafters
-from specpool.plugins.vllm.pool import SpecpoolBlockPool, leave_requests_unnamed
+from specpool.plugins.vllm.next_tokens import NextTokens
+from specpool.plugins.vllm.pool import SpecpoolBlockPool
 
 #: Methods whose drafters are known to write as above.
 METHODS = ("eagle", "eagle3", "mtp")
 
-own_allocate_slots: Any = KVCacheManager.allocate_slots
+#: Those whose requests reserve a slot less than vLLM's.
 _managers: WeakSet[Any] = WeakSet()
 _kept_hits = [0]
 
 
 def install() -> None:
-    """Wrap what reserves slots, and what looks hits up."""
+    """Wrap what makes schedulers and managers: no call of a round is wrapped."""
     wrap(Scheduler, "__init__", _init_scheduler)
     wrap(KVCacheManager, "__init__", _init_manager)
-    wrap(KVCacheManager, "get_computed_blocks", _get_computed_blocks)
-    KVCacheManager.spare_lookahead = 0  # of managers that were made before
-    KVCacheManager.allocate_slots = allocate_slots
-    leave_requests_unnamed()  # `allocate_slots` names them
-    note()
     _kept_hits[0] = 0  # those of the proof do not count
     gains = status_of("vllm").gains
     gains["slots that running requests do not reserve now"] = _num_spare_slots
     gains["blocks of hits that were kept"] = lambda: _kept_hits[0]
 
 
-def note() -> None:
-    """Note what follows each block, and ask the notes where vLLM drops the last block of a hit."""
-    original = FullAttentionManager.find_longest_cache_hit.__func__
-
-    def find(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return _find_longest_cache_hit(original, cls, *args, **kwargs)
-
-    FullAttentionManager.find_longest_cache_hit = classmethod(find)
-    SpecpoolBlockPool.note_allocation = _note_allocation  # type: ignore[assignment, method-assign]
-
-
 def _num_spare_slots() -> int:
     return sum(
-        manager.spare_lookahead * len(manager.coordinator.single_type_managers[0].req_to_blocks)
+        len(manager.coordinator.single_type_managers[0].req_to_blocks)
         for manager in list(_managers)
     )
 
@@ -79,46 +63,22 @@ def wrap(owner: Any, name: str, outer: Callable[..., Any]) -> None:
     setattr(owner, name, wrapper)
 
 
-def _noting(original: Any) -> Any:
-    """Return vLLM's `allocate_slots` with notes of the request, and of what it need not reserve.
+def reserve_what_is_written(scheduler: Any, spec: Any) -> None:
+    """Take the slot that no step of the drafter writes off a scheduler's lookahead, if one is.
 
-    The wrapper has the parameters of this release, named one by one, because `*args, **kwargs`
-    would cost a tenth of vLLM's call.
+    Args:
+        scheduler: vLLM's; it has reserved nothing yet.
+        spec: vLLM's settings of the drafter.
     """
-    signature = inspect.signature(original)
-    bare = [
-        parameter.replace(annotation=parameter.empty, default=parameter.empty)
-        for parameter in signature.parameters.values()
-    ]
-    names = [
-        f"{part.name}={part.name}" if part.kind is part.KEYWORD_ONLY else part.name for part in bare
-    ]
-    source = f"""
-def allocate_slots{inspect.Signature(bare)}:
-    pool = self.block_pool
-    pool.tag = request.request_id
-    if num_lookahead_tokens:
-        num_lookahead_tokens -= self.spare_lookahead
-    if pool.next_tokens is not None:
-        pool.note_allocation(request, num_new_computed_tokens, num_external_computed_tokens)
-    return original({", ".join(names)})
-"""
-    parts: dict[str, Any] = {"original": original}
-    exec(compile(source, __file__, "exec"), parts)  # ours, in the frames of a wrong free
-    wrapper: Any = functools.wraps(original)(parts["allocate_slots"])
-    wrapper.__defaults__, wrapper.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
-    return wrapper
-
-
-allocate_slots: Any = _noting(own_allocate_slots)
-
-
-def spare_lookahead(vllm_config: Any) -> int:
-    """Return how many of vLLM's lookahead slots no step of the drafter writes."""
-    spec = vllm_config.speculative_config
-    if spec is None or vllm_config.num_lookahead_tokens <= 0 or _why_none_is_spare(spec):
-        return 0
-    return 1
+    unknown = _unknown_drafters()
+    if not unknown and scheduler.num_lookahead_tokens <= 0:
+        return
+    why = unknown[0] if unknown else _why_none_is_spare(spec)
+    if why:
+        _say(f"a round reserves as much as vLLM does: {why}")
+        return
+    scheduler.num_lookahead_tokens -= 1
+    _managers.add(scheduler.kv_cache_manager)
 
 
 def _why_none_is_spare(spec: Any) -> str | None:
@@ -148,19 +108,8 @@ def _init_scheduler(
     original: Any, scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
     original(scheduler, vllm_config, *args, **kwargs)
-    spec = vllm_config.speculative_config
-    if spec is None:
-        return
-    unknown = _unknown_drafters()
-    if unknown:
-        _say(f"a round reserves as much as vLLM does: {unknown[0]}")
-        return
-    scheduler.kv_cache_manager.spare_lookahead = spare_lookahead(vllm_config)
-    _managers.add(scheduler.kv_cache_manager)
-    if vllm_config.num_lookahead_tokens > 0:
-        why = _why_none_is_spare(spec)
-        if why:
-            _say(f"a round reserves as much as vLLM does: {why}")
+    if vllm_config.speculative_config is not None:
+        reserve_what_is_written(scheduler, vllm_config.speculative_config)
 
 
 def _init_manager(original: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,13 +121,26 @@ def _init_manager(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Non
     if why:
         _say(f"hits drop their last block, as vLLM's do: {why}")
     else:
-        keep_notes(pool)
+        keep_notes(manager)
 
 
-def keep_notes(pool: Any) -> None:
-    """Let a pool note the token behind each block that it caches."""
-    pool.next_tokens = {}
-    pool.cache_full_blocks = functools.partial(_cache_full_blocks, pool)
+def keep_notes(manager: Any) -> None:
+    """Let a manager note what follows each block, and ask where vLLM drops the last one of a hit.
+
+    Only methods of this manager and its parts are wrapped, and none that a round calls: those for
+    requests that come or go, and for full blocks.
+    """
+    pool, coordinator = manager.block_pool, manager.coordinator
+    (single,) = coordinator.single_type_managers
+    pool.next_tokens = NextTokens()
+    for owner, name, outer in (
+        (pool, "cache_full_blocks", _cache_full_blocks),
+        (coordinator, "allocate_new_computed_blocks", _allocate_new_computed_blocks),
+        (single, "pop_blocks_for_free", _pop_blocks_for_free),
+        (single, "find_longest_cache_hit", _find_longest_cache_hit),
+        (manager, "get_computed_blocks", _get_computed_blocks),
+    ):
+        setattr(owner, name, functools.partial(outer, getattr(owner, name), pool))
 
 
 def _dropping_groups(coordinator: Any) -> Any:
@@ -199,25 +161,8 @@ def _why_no_hit_is_proved(coordinator: Any, pool: Any) -> str | None:
     return None
 
 
-def _note_allocation(
-    pool: SpecpoolBlockPool, request: Any, num_new_computed: int, num_external: int
-) -> None:
-    if num_external:
-        # Another engine computed these, and with which next token nobody knows.
-        computed = request.num_computed_tokens + num_new_computed
-        request.specpool_unproved = computed + num_external
-        _say("a block of another engine drops as vLLM's does: its next token is not known")
-    mark: tuple[int, int] | None = request.__dict__.get("specpool_mark")
-    if mark is not None and request.num_tokens > mark[1]:
-        # The token behind the last full block is sampled. The block may have been given up
-        # meanwhile, as those of a preempted request may be.
-        notes = pool.next_tokens
-        if notes is not None and notes.get(mark[0]) is mark:
-            notes[mark[0]] = request.all_token_ids[mark[1]]
-        request.specpool_mark = None
-
-
 def _cache_full_blocks(
+    original: Any,
     pool: Any,
     request: Any,
     blocks: Any,
@@ -228,18 +173,32 @@ def _cache_full_blocks(
     **named: Any,
 ) -> None:
     first, end = num_cached_blocks, num_full_blocks
-    type(pool).cache_full_blocks(pool, request, blocks, first, end, block_size, *rest, **named)
-    if not _is_provable(request):
-        return
-    tokens, unproved = request.all_token_ids, request.__dict__.get("specpool_unproved", 0)
-    for index in range(first, end):
-        end_position, block = (index + 1) * block_size, blocks[index].block_id
-        if blocks[index].block_hash is None:
-            continue  # it was not cached
-        if unproved < end_position < len(tokens):
-            pool.next_tokens[block] = tokens[end_position]
-        elif end_position == len(tokens):  # not sampled yet: `_note_allocation` does it
-            request.specpool_mark = pool.next_tokens[block] = block, end_position
+    original(request, blocks, first, end, block_size, *rest, **named)
+    if _is_provable(request):
+        pool.next_tokens.note(request, blocks, first, end, block_size)
+
+
+def _allocate_new_computed_blocks(
+    original: Any,
+    pool: Any,
+    request_id: str,
+    new_computed_blocks: Any,
+    num_local_computed_tokens: int,
+    num_external_computed_tokens: int,
+    *rest: Any,
+    **named: Any,
+) -> None:
+    num_local, num_external = num_local_computed_tokens, num_external_computed_tokens
+    if num_external:
+        # Another engine computed these, and with which next token nobody knows.
+        pool.next_tokens.note_external(request_id, num_local + num_external)
+        _say("a block of another engine drops as vLLM's does: its next token is not known")
+    original(request_id, new_computed_blocks, num_local, num_external, *rest, **named)
+
+
+def _pop_blocks_for_free(original: Any, pool: Any, request_id: str) -> Any:
+    pool.next_tokens.let_go(request_id)
+    return original(request_id)
 
 
 def _is_provable(request: Any) -> bool:
@@ -253,32 +212,27 @@ def _is_provable(request: Any) -> bool:
     return True
 
 
-def _get_computed_blocks(
-    original: Any, manager: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    pool = manager.block_pool
-    if pool.next_tokens is None or not _is_provable(request):
-        return original(manager, request, *args, **kwargs)
-    pool.reading = request.all_token_ids
+def _get_computed_blocks(original: Any, pool: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _is_provable(request):
+        return original(request, *args, **kwargs)
+    pool.next_tokens.reading = request.all_token_ids
     try:
-        return original(manager, request, *args, **kwargs)
+        return original(request, *args, **kwargs)
     finally:
-        pool.reading = None
+        pool.next_tokens.reading = None
 
 
-def _find_longest_cache_hit(
-    original: Any, cls: Any, *args: Any, block_pool: Any = None, **kwargs: Any
-) -> Any:
-    tokens = getattr(block_pool, "reading", None)
+def _find_longest_cache_hit(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
+    tokens = pool.next_tokens.reading
     if tokens is None or not kwargs.get("drop_eagle_block"):
-        return original(cls, *args, block_pool=block_pool, **kwargs)
-    whole: Any = original(cls, *args, block_pool=block_pool, **kwargs | {"drop_eagle_block": False})
+        return original(*args, **kwargs)
+    whole: Any = original(*args, **kwargs | {"drop_eagle_block": False})
     (blocks,), length = whole
     if not blocks:
         return whole
-    proved = _proved(block_pool, blocks[-1], tokens[length])
+    proved = _proved(pool, blocks[-1], tokens[length])
     if proved is None:
-        return original(cls, *args, block_pool=block_pool, **kwargs)
+        return original(*args, **kwargs)
     blocks[-1] = proved
     _kept_hits[0] += 1
     return whole
@@ -286,9 +240,10 @@ def _find_longest_cache_hit(
 
 def _proved(pool: SpecpoolBlockPool, block: Any, token: int) -> Any:
     """Return a block with the same content whose text went on with `token`; None if none did."""
-    following = pool.next_tokens or {}
+    notes = pool.next_tokens
+    assert notes is not None
     twins = pool.cached_block_hash_to_block._cache.get(block.block_hash)
     candidates = twins.values() if isinstance(twins, dict) else [block]
     return next(
-        (candidate for candidate in candidates if following.get(candidate.block_id) == token), None
+        (candidate for candidate in candidates if notes.of(candidate.block_id) == token), None
     )

@@ -7,18 +7,14 @@ for the same tokens and with the same token behind them: then nothing that it ho
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import MethodType
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from specpool.plugins import proof
 from specpool.plugins.proof import Operation, Operations
 from specpool.plugins.vllm import pool_proof, speculative
-from specpool.plugins.vllm.pool import SpecpoolBlockPool
 from specpool.plugins.vllm.pool_proof import HASH_SIZE, ManagerSide, TriedPool
 
 EPISODES = 48
@@ -31,24 +27,10 @@ def difference(seconds: float = proof.SECONDS) -> str | None:
     It takes at most this many seconds of CPU.
     """
     case = HitCase()
-    with _installed():
-        line = proof.first_difference([case], episodes=EPISODES, seconds=seconds)
+    line = proof.first_difference([case], episodes=EPISODES, seconds=seconds)
     if line is None and not any(lookup.num_longer for lookup in case.lookups):
         return "KV cache hits: no operation of the proof kept the last block of a hit"
     return line
-
-
-@contextmanager
-def _installed() -> Iterator[None]:
-    """Within it pools note what follows a block, and vLLM's lookup asks them."""
-    before = vars(FullAttentionManager)["find_longest_cache_hit"]
-    note_allocation = SpecpoolBlockPool.note_allocation
-    try:
-        speculative.note()
-        yield
-    finally:
-        FullAttentionManager.find_longest_cache_hit = before
-        SpecpoolBlockPool.note_allocation = note_allocation  # type: ignore[method-assign]
 
 
 class HitSide(ManagerSide):
@@ -56,8 +38,9 @@ class HitSide(ManagerSide):
 
     def __init__(self, managed: Any, requests: Sequence[Any]) -> None:
         super().__init__(managed, requests)
-        #: For each block whose KV is computed: its request, and the position behind it.
-        self.contents: dict[int, tuple[Any, int]] = {}
+        #: For each block whose KV is computed: its request, the position behind it, and the text
+        #: that its request had when it let go of the block.
+        self.contents: dict[int, tuple[Any, int, list[int] | None]] = {}
         self.known: dict[int, int] = {}
         self.last: Any = None
 
@@ -69,7 +52,7 @@ class HitSide(ManagerSide):
     def admit(self, index: int) -> Any:
         """Admit a request with the hit of ours; return whether it had room."""
         request, managed = self.requests[index], self.managed
-        blocks, known = speculative._get_computed_blocks(_own_computed, managed, request)[:2]
+        blocks, known = managed.get_computed_blocks(request)[:2]
         new = managed.allocate_slots(request, request.num_tokens - known, known, blocks)
         if new is not None:
             request.num_computed_tokens = request.num_tokens
@@ -85,8 +68,14 @@ class HitSide(ManagerSide):
         self.last = new is not None
         return self.last
 
-    def free(self, index: int) -> None:
-        super().free(index)
+    def free_and_go_on(self, index: int, tokens: list[int]) -> None:
+        """Free a request, which then gets tokens that none of its blocks was computed with."""
+        request = self.requests[index]
+        self.free(index)
+        for block, (writer, end, text) in self.contents.items():
+            if writer is request and text is None:
+                self.contents[block] = writer, end, list(request.all_token_ids)
+        request.append_output_token_ids(tokens)
         self.last = None
 
     def _write(self, index: int) -> None:
@@ -95,7 +84,7 @@ class HitSide(ManagerSide):
         for number, block in enumerate(ids[first:], first + 1):
             self.contents.pop(block, None)
             if number * HASH_SIZE <= request.num_computed_tokens:
-                self.contents[block] = request, number * HASH_SIZE
+                self.contents[block] = request, number * HASH_SIZE, None
 
     def state(self) -> dict[str, Any]:
         super().state()
@@ -113,14 +102,15 @@ class LookupSide:
         hits, request = self.hits, self.hits.requests[index]
         ids, known = hits.hit(index)
         managed = hits.managed
-        hit, length = speculative._get_computed_blocks(_own_computed, managed, request)[:2]
+        hit, length = managed.get_computed_blocks(request)[:2]
         longer = [block.block_id for block in hit.blocks[0]]
         if length != known + HASH_SIZE or longer[:-1] != ids:
             return longer, length
-        writer, end = hits.contents[longer[-1]]
+        writer, end, text = hits.contents[longer[-1]]
         assert end == length, f"the last block ends at {end}, the hit at {length}"
-        texts = [list(which.all_token_ids[: length + 1]) for which in (writer, request)]
-        assert texts[0] == texts[1], "the last block was computed for another text"
+        text = list(writer.all_token_ids) if text is None else text
+        is_same = text[: length + 1] == list(request.all_token_ids[: length + 1])
+        assert is_same, "the last block was computed for another text"
         self.num_longer += 1
         return ids, known
 
@@ -130,7 +120,7 @@ class LookupSide:
     def grow(self, index: int, drafts: int, tokens: list[int]) -> Any:
         return self.hits.last
 
-    def free(self, index: int) -> None:
+    def free_and_go_on(self, index: int, tokens: list[int]) -> None:
         pass
 
     def state(self) -> dict[str, Any]:
@@ -154,9 +144,8 @@ class HitCase:
             use_eagle=True,
         )
         managed = pool_proof.manager(TriedPool, rng.randint(12, 40), None, settings)
-        managed.spare_lookahead = 0  # as the class has when the level is on
-        managed.allocate_slots = MethodType(speculative.allocate_slots, managed)
-        speculative.keep_notes(managed.block_pool)
+        if managed.block_pool.next_tokens is None:  # as if the level was on
+            speculative.keep_notes(managed)
         hits = HitSide(managed, pool_proof.requests(rng))
         self.lookups.append(LookupSide(hits))
         return hits, self.lookups[-1]
@@ -178,4 +167,5 @@ class HitCase:
             else:
                 index = running.pop(rng.randrange(len(running)))
                 waiting.append(index)
-                yield Operation("free", (index,))
+                tokens = [rng.randint(0, 1) for _ in range(rng.randint(0, 2))]
+                yield Operation("free_and_go_on", (index, tokens))
