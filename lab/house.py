@@ -29,6 +29,8 @@ _TIERS = {
 _NO_ROOMS = {"__init__.py", "__main__.py"}
 #: Words that leave the noun to the reader.
 PRONOUNS = ("found", "each", "most", "own", "one", "kept", "told", "mine", "of", "place")
+#: The head of a class; no text of the package has a line like that.
+_CLASS = re.compile(r"^ *class (\w+)[:(]", re.MULTILINE)
 #: Suffixes of the source files that may name a verb.
 _SOURCES = {".rs", ".h", ".hpp", ".cu", ".cuh", ".py", ".pyi"}
 
@@ -49,7 +51,7 @@ def house(*, root: Path, verb: str) -> None:
     console.print(_wheel(package))
     console.print(_parts(root))
     console.print(_names(root, package, trees, verb))
-    duplicates = [(name, ", ".join(files)) for name, files in duplicate_classes(trees).items()]
+    duplicates = [(name, ", ".join(files)) for name, files in duplicate_classes(package).items()]
     console.print(_table("class names that occur twice", ("class", "files"), duplicates))
 
 
@@ -61,13 +63,12 @@ def parsed(package: Path) -> dict[Path, ast.Module]:
     }
 
 
-def duplicate_classes(trees: Mapping[Path, ast.Module]) -> dict[str, list[str]]:
+def duplicate_classes(package: Path) -> dict[str, list[str]]:
     """Return the class names that several classes have, each with the files of these classes."""
     files: dict[str, list[str]] = {}
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                files.setdefault(node.name, []).append(path.as_posix())
+    for path in _files(package, {".py"}):
+        for name in _CLASS.findall(path.read_text(encoding="utf-8")):
+            files.setdefault(name, []).append(path.relative_to(package).as_posix())
     return {name: files[name] for name in sorted(files) if len(files[name]) > 1}
 
 
@@ -134,7 +135,7 @@ def _names(root: Path, package: Path, trees: Mapping[Path, ast.Module], verb: st
         ("top-level rooms of the package", str(len(rooms))),
         ("files in scheduler/", str(len(scheduler))),
         (f"source files that name the verb {verb}", str(len(_naming(root, package, verb)))),
-        ("class names that occur twice", str(len(duplicate_classes(trees)))),
+        ("class names that occur twice", str(len(duplicate_classes(package)))),
         ("assigned variables that are pronouns", str(assigned.total())),
         *((f"  {name}", str(assigned[name])) for name in PRONOUNS),
     ]

@@ -37,11 +37,11 @@ def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, caps
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench_graphs, "results", small)
     monkeypatch.setattr(llama, "SMALL", TINY)
-    prompts = partial(llama.prefill_results, sizes=TINY, length=60)
-    decoding = partial(llama.decode_results, sizes=TINY, batch=3, length=50)
+    prompts = partial(llama.prefill_results, sizes=TINY, length=20)
+    decoding = partial(llama.decode_results, sizes=TINY, batch=3, length=20)
     monkeypatch.setattr(bench_graphs, "prefill_results", prompts)
     monkeypatch.setattr(bench_graphs, "decode_results", decoding)
-    rounds = partial(llama.round_results, sizes=TINY, batches=(2,), length=50)
+    rounds = partial(llama.round_results, sizes=TINY, batches=(2,), length=20)
     monkeypatch.setattr(bench_graphs, "IDLE_BATCH", 4)
     monkeypatch.setattr(bench_graphs, "round_results", rounds)
     where = {"device": "No GPU", "date": "2000-01-01"}
@@ -58,11 +58,11 @@ def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, caps
         assert memory["reference"] == "KV" and 0 < memory["value"] < memory["reference_value"]
     idle = found["device idle between rounds, chain:3, batch 4, overlap"]
     assert idle["unit"] == "%" and 0 <= idle["value"] < 100 and idle["reference_value"] == 5
-    prompt = found["a prompt of 60 tokens, 2 layers as of an 8B model"]
+    prompt = found["a prompt of 20 tokens, 2 layers as of an 8B model"]
     assert prompt["reference"] == "transformers, sdpa" and prompt["value"] > 0
-    assert found["a round, batch 3, 50 tokens"]["value"] > 0
+    assert found["a round, batch 3, 20 tokens"]["value"] > 0
     for shape in ("none", "chain:3"):
-        assert found[f"a round of an 8B model, {shape}, batch 2, 50 tokens"]["value"] > 0
+        assert found[f"a round of an 8B model, {shape}, batch 2, 20 tokens"]["value"] > 0
     assert len(found) == 10
 
 

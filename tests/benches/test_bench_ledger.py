@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
 import pytest
 
+from benches import ledger as bench_ledger
 from benches.__main__ import main
 from benches.ledger import Target
 from benches.ledger_load import END, LedgerLoad, PlainLoad, Setting
@@ -14,11 +16,15 @@ from benches.plain_ledger import PlainLedger
 from paths import VECTORS
 from specpool import Shape
 
+#: Two commands tell of the same measurements, of pools of a million pages.
+POOLS_ONCE, RECORDING_ONCE = map(functools.cache, (bench_ledger._pools, bench_ledger._recording))
 TREE = Shape.eagle(5, 8, 64)
 
 
 def run(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
     monkeypatch.setattr("sys.argv", ["benches", "ledger", *args])
+    monkeypatch.setattr(bench_ledger, "_pools", POOLS_ONCE)
+    monkeypatch.setattr(bench_ledger, "_recording", RECORDING_ONCE)
     code = 0
     try:
         main()

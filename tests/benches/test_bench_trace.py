@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
 import pytest
 
+from benches import trace
 from benches.__main__ import main
 from benches.trace import (
     CHAIN,
@@ -22,11 +24,14 @@ from benches.trace import (
 )
 from specpool import ConfigError, Shape
 
+#: Two commands tell of the same runs, which are functions of their arguments.
+RUN_ONCE = functools.cache(run_trace)
 SMALL = ("--requests", "24", "--prompt", "96", "--output", "48", "--memory", "2GiB")
 
 
 def bench(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
     monkeypatch.setattr("sys.argv", ["benches", "reserve", *args])
+    monkeypatch.setattr(trace, "run_trace", RUN_ONCE)
     code = 0
     try:
         main()

@@ -17,20 +17,7 @@ import specpool
 import warm_kit
 from cli_kit import call
 from specpool.cli import main
-from specpool.cli.generate.printer import MARKS
 from specpool.cli.options.shapes import shape_of
-
-
-def test_generate_with_nothing_else_given(capsys):
-    """The README's first command: text, marked drafts, the table, and the proof."""
-    code, out, err = call(capsys, "generate", "--compare")
-    assert code == 0, err
-    assert "prompt 1" in out and "prompt 3" in out
-    assert MARKS[0] in out  # accepted drafts are marked where there is no colour
-    for row in ("rounds", "accept length", "tokens/s", "plain decoding", "0 leaked"):
-        assert row in out
-    (proof,) = [line for line in out.splitlines() if "identical to plain decoding" in line]
-    assert "yes" in proof
 
 
 def test_one_of_several_drafts_drafts_in_a_window(capsys):

@@ -35,7 +35,7 @@ SAMPLE = (
     "falcon",
     "gpt_oss",
     "gptj",
-    "kimi_linear",
+    "lfm2",
     "llama4_text",
     "mimo_v2_flash",
     "rwkv",

@@ -17,16 +17,18 @@ from specpool.cli.generate import generate
 typer.main.get_command = functools.cache(typer.main.get_command)
 
 
-def call(capsys: pytest.CaptureFixture[str], *args: str, stdin: str | None = None):
+def call(capsys: pytest.CaptureFixture[str], *args: str, stdin: str | None = None, runs: int = 1):
     """Run the command in this process; returns (exit code, stdout, stderr).
 
-    With `--compare` each kind runs twice; a user's runs go on for two seconds.
+    With `--compare` each kind runs once; a user's runs go on for two seconds, or as often as a
+    test says with `runs`.
     "benches" or "lab" for a first word stands for `python -m` and it, else it is `specpool`.
     """
     import io
 
     run = {"benches": run_bench, "lab": run_lab}.get(args[0] if args else "", main)
-    most_runs, generate.MAX_RUNS = generate.MAX_RUNS, 2
+    limits = generate.MIN_RUNS, generate.MAX_RUNS
+    generate.MIN_RUNS = generate.MAX_RUNS = runs
     before, sys.argv = sys.argv, [*args] if run is not main else ["specpool", *args]
     old_stdin = sys.stdin
     if stdin is not None:
@@ -38,6 +40,6 @@ def call(capsys: pytest.CaptureFixture[str], *args: str, stdin: str | None = Non
         code = error.code or 0
     finally:
         sys.argv, sys.stdin = before, old_stdin
-        generate.MAX_RUNS = most_runs
+        generate.MIN_RUNS, generate.MAX_RUNS = limits
     out = capsys.readouterr()
     return code, out.out, out.err

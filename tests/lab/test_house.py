@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli_kit import call
-from lab.house import duplicate_classes, parsed
+from lab.house import duplicate_classes
 
 FILES = {
     "python/specpool/__init__.py": "class Row:\n    found = 1\n",
@@ -54,8 +54,8 @@ def test_the_house_is_counted(capsys, checkout):
 
 
 def test_a_class_in_a_class_counts(checkout):
-    trees = parsed(checkout / "python" / "specpool")
-    assert duplicate_classes(trees) == {"Row": ["__init__.py", "engine/scheduler/rows.py"]}
+    package = checkout / "python" / "specpool"
+    assert duplicate_classes(package) == {"Row": ["__init__.py", "engine/scheduler/rows.py"]}
 
 
 @pytest.mark.parametrize(

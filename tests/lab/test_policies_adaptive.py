@@ -90,7 +90,8 @@ def test_another_text_is_an_error(capsys, monkeypatch):
         return outputs
 
     monkeypatch.setattr(Engine, "generate", lying)
-    code, out, err = call(capsys, *SMALL, "--rounds", "0")
+    words = ("lab", "adaptive", "--batch", "1", "--tokens", "8", "--repeats", "1", "--rounds", "0")
+    code, out, err = call(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {OURS}, prompt 0 says [") and "plain decoding [" in err
 

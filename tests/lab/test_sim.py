@@ -39,7 +39,7 @@ def test_thousands_of_rounds_break_no_law(capsys, rounds, shown):
 
 
 def test_a_hundred_turns_of_sessions_break_no_law(capsys):
-    code, out, _ = call(capsys, "lab", "sim", "--turns", "100", "--seed", "4")
+    code, out, _ = call(capsys, "lab", "sim", "--turns", "100", "--seed", "3")
     assert code == 0
     turns = re.search(r"turns\s+│\s+([\d,]+)", out)
     assert turns and int(turns[1].replace(",", "")) >= 100
@@ -80,7 +80,7 @@ def test_everything_happens():
 
 
 @pytest.mark.parametrize(
-    "seeds", [[3], pytest.param([*range(3), *range(4, 12)], marks=pytest.mark.full)]
+    "seeds", [[5, 8], pytest.param([*range(5), 6, 7, *range(9, 12)], marks=pytest.mark.full)]
 )
 def test_the_check_level_changes_nothing_that_happens(seeds):
     for seed in seeds:

@@ -21,7 +21,7 @@ def number(name: str, table: str) -> int:
 
 @pytest.mark.parametrize("rounds", ["3e3", pytest.param("1e5", marks=pytest.mark.full)])
 def test_rounds_of_mixed_drafters_break_no_law(capsys, rounds):
-    args = ("--mixed-drafters", "--seed", "3", "--rounds", rounds, "--check", "1")
+    args = ("--mixed-drafters", "--seed", "6", "--rounds", rounds, "--check", "1")
     code, table, _ = call(capsys, "lab", "sim", *args)
     assert code == 0
     assert number("rounds", table) == float(rounds) and number("mixed rounds", table) > 0
@@ -29,9 +29,10 @@ def test_rounds_of_mixed_drafters_break_no_law(capsys, rounds):
 
 
 def test_sessions_of_mixed_drafters_break_no_law(capsys):
-    args = ("--mixed-drafters", "--turns", "6", "--check", "1")
+    args = ("--mixed-drafters", "--seed", "6", "--turns", "100", "--check", "1")
     code, table, _ = call(capsys, "lab", "sim", *args)
-    assert code == 0 and number("turns", table) >= 6
+    assert code == 0 and number("turns", table) >= 100
+    assert number("mixed rounds", table) > 0 and number("retractions", table) > 0
 
 
 def test_drafters_are_mixed_in_every_way():
@@ -90,7 +91,7 @@ def test_each_law_of_a_drafter_is_seen_to_fail(monkeypatch, plant):
             assert found is None, found
 
 
-@pytest.mark.parametrize("seeds", [[3], pytest.param([*range(3), 4, 5], marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds", [[5, 8], pytest.param([*range(5)], marks=pytest.mark.full)])
 def test_the_check_level_changes_nothing_that_happens_to_mixed_drafters(seeds):
     for seed in seeds:
         found = scenario(seed, mixes_drafters=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lab.house import duplicate_classes, parsed
+from lab.house import duplicate_classes
 from paths import ROOT
 
 
 def test_no_class_name_occurs_twice():
-    assert duplicate_classes(parsed(ROOT / "python" / "specpool")) == {}
+    assert duplicate_classes(ROOT / "python" / "specpool") == {}

@@ -20,7 +20,7 @@ FUZZ = ROOT / "fuzz"
 
 def run(script: str, *options: str, expected: int = 0) -> str:
     command = [sys.executable, str(FUZZ / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = warm_kit.run(command, capture_output=True)
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout + done.stderr
 

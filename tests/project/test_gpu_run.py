@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+import warm_kit
 from paths import ROOT
 
 
@@ -28,6 +29,22 @@ def gpu(monkeypatch) -> ModuleType:
     return module
 
 
+def collected(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Collect; pytest cannot rewrite the modules that are there from the start, and warns of it."""
+    return warm_kit.run([*command, "--assert=plain"], **options)
+
+
+@pytest.fixture
+def warm_collection(gpu, monkeypatch) -> None:
+    """Pytest collects in processes that have torch and transformers from their start."""
+
+    def run(command: list[str], *, text: bool, **options: Any) -> subprocess.CompletedProcess[str]:
+        assert text
+        return collected(command, **options)
+
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=run))
+
+
 def test_a_bare_machine_has_time_to_import_and_one_card_is_not_crowded(gpu):
     """The first process imports torch, CuPy and transformers cold, and compiles the kernels."""
     first = gpu.STAGES["first"][0]
@@ -35,6 +52,7 @@ def test_a_bare_machine_has_time_to_import_and_one_card_is_not_crowded(gpu):
     assert max(part.workers for part in gpu.PARTS.values()) <= 8
 
 
+@pytest.mark.usefixtures("warm_collection")
 def test_a_part_without_tests_is_found(gpu, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(
@@ -43,7 +61,8 @@ def test_a_part_without_tests_is_found(gpu, monkeypatch):
     monkeypatch.setitem(gpu.PARTS, "renamed", gpu.Part(1, module=["benches.gone"]))
     word = ["-k", "no_such_test", "tests/device/test_device_tree.py"]
     monkeypatch.setitem(gpu.PARTS, "no such word", gpu.Part(1, word))
-    names = ["moved", "renamed", "no such word", "probe"]
+    monkeypatch.setitem(gpu.PARTS, "there", gpu.Part(1, ["-k", "test", word[-1]]))
+    names = ["moved", "renamed", "no such word", "there", "probe"]
     assert gpu.nothing_to_run(names) == ["moved", "renamed", "no such word"]
 
 
@@ -223,6 +242,7 @@ def test_a_stage_is_named_like_a_part(gpu, tmp_path, monkeypatch, capfd):
     assert "the limits of these parts add up to 600 s, the budget is 550 s" in printed
 
 
+@pytest.mark.usefixtures("warm_collection")
 def test_a_machine_without_plugins_runs_all_it_can(gpu, tmp_path, monkeypatch, capfd):
     """No pytest-timeout: its key of pyproject.toml is an error. No pytest-xdist: no `-n`."""
     part = gpu.Part(9, ["-k", "cuda"], 8)
@@ -236,9 +256,7 @@ def test_a_machine_without_plugins_runs_all_it_can(gpu, tmp_path, monkeypatch, c
     assert "--timeout" not in gpu.Part(9, tool="racecheck").command(tmp_path)
     assert gpu.missing(gpu.PARTS["flashinfer"])[-1] == "hypothesis"
     blocked = ["-p", "no:timeout", "-p", "no:xdist", "--collect-only", "tests/core/test_ledger.py"]
-    seen = subprocess.run(
-        [*gpu.pytest_command(), *blocked], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    seen = collected([*gpu.pytest_command(), *blocked], cwd=ROOT, capture_output=True)
     assert seen.returncode == 0 and "test_ledger.py::" in seen.stdout, seen.stdout + seen.stderr
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry", "--parts", "probe,flashinfer"])

@@ -118,7 +118,7 @@ def test_a_tokenizer_that_can_do_no_harm_starts_no_process(monkeypatch):
     assert load_tokenizer(resolve("specpool/tiny")) is not None
 
 
-def test_a_tokenizer_that_only_might_blow_up_is_loaded(tmp_path):
+def test_a_tokenizer_that_only_might_blow_up_is_loaded(tmp_path, warm_trials):
     """Law: a trial that goes well changes nothing."""
     content = settings() | {"normalizer": sequence("normalizers", *[times(40)] * 2)}
     tokenizer = load_tokenizer(folder_of(tmp_path, content))
