@@ -107,6 +107,12 @@ def _one_thread() -> None:
         logging.disable_progress_bar()
 
 
+@pytest.fixture
+def short_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adaptive engine that is built times two passes of one row, and no larger batch."""
+    monkeypatch.setattr("specpool.engine.assembly.calibration._MOST_SECONDS", 0.0)
+
+
 @pytest.fixture(scope="session")
 def reference() -> Reference:
     """The shipped target's own texts."""

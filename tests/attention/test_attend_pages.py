@@ -310,24 +310,6 @@ def test_numbers_without_bound_are_taken_as_they_are() -> None:
         assert np.isnan(out).all() == ("scaling" in options)
 
 
-NO_THREADS = """
-import resource, sys
-sys.path.insert(0, {tests!r})
-import numpy as np
-from test_attend_pages import run, tiny_case
-
-lanes, heads, columns = 64, 4, 1 << 14
-case = tiny_case(num_lanes=lanes, kv_heads=heads, heads=heads, k_dim=16, v_dim=16)
-case["pages"] = np.zeros((lanes, columns), np.int32)
-case["kv_lens"][:] = columns
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), resource.RLIM_INFINITY))
-out = run(case, num_threads=256)
-resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-assert (out == 1).all()
-"""
-
-
 NO_START = """
 import os, resource, sys
 sys.path.insert(0, {tests!r})
@@ -337,7 +319,7 @@ from test_attend_pages import run, tiny_case
 case = tiny_case(kv_heads=8, heads=8, k_dim=64, v_dim=64, num_slots=1 << 13)
 case["pages"] = np.arange(1 << 13, dtype=np.int32)[None]
 case["kv_lens"][:] = 1 << 13
-expected, eaten = run(case).copy(), [None] * (1 << 20)
+expected, eaten = run(case, num_threads=1).copy(), [None] * (1 << 20)
 stacks, rests = [n * (2 << 20) for n in (1, 2, 3)], range(128 << 10, 256 << 10, 8 << 10)
 for room in [stack + rest for stack in stacks for rest in rests]:
     child = os.fork()
@@ -357,17 +339,29 @@ for room in [stack + rest for stack in stacks for rest in rests]:
     os._exit(int((case["out"] != expected).any()))
 """
 
+# In the process in which `NO_START` ran, whose own threads were none.
+NO_THREADS = """
+lanes, heads, columns = 64, 4, 1 << 14
+case = tiny_case(num_lanes=lanes, kv_heads=heads, heads=heads, k_dim=16, v_dim=16)
+case["pages"] = np.zeros((lanes, columns), np.int32)
+case["kv_lens"][:] = columns
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), resource.RLIM_INFINITY))
+out = run(case, num_threads=256)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert (out == 1).all()
+"""
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is Linux's")
-@pytest.mark.parametrize("script", [NO_THREADS, NO_START], ids=["stacks", "starts"])
-def test_threads_that_cannot_start_leave_their_work_to_the_others(script: str) -> None:
+def test_threads_that_cannot_start_leave_their_work_to_the_others() -> None:
     """There is only room for the stacks of a few threads, or for the stacks and nothing else.
 
     A thread that the C library has no memory for at its start would end the process.
     """
     from pathlib import Path
 
-    script = script.format(tests=str(Path(__file__).parent))
+    script = (NO_START + NO_THREADS).format(tests=str(Path(__file__).parent))
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=550
     )

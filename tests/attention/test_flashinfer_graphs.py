@@ -219,7 +219,7 @@ CASES = {
 def test_a_replay_says_what_torch_says(case, monkeypatch):
     """Rounds are replayed while prompts come and go, and plans are made for few of them."""
     shape, options = CASES[case]
-    with graphs_run(), make(shape, graph_sizes=(1, 2), max_batch=2, **options) as engine:
+    with make(shape, max_batch=2, **options) as engine:
         expected = [output.token_ids for output in engine.generate(PROMPTS[:3], PARAMS[:3])]
     started = []
 

@@ -28,9 +28,10 @@ from specpool.engine.models.gate import context_limit
 from specpool.engine.models.outline import stated_layers
 from specpool.num_bytes import parse_bytes, show_bytes
 
+# Among the first, every limit binds somewhere; the pages of drafts alone do in 266.
 seeds = pytest.mark.parametrize(
     "seeds",
-    [range(400), pytest.param(range(400, 1000), marks=pytest.mark.full)],
+    [[*range(150), 266], pytest.param(range(150, 1000), marks=pytest.mark.full)],
     ids=["first", "rest"],
 )
 
@@ -196,7 +197,7 @@ def short_windows(seed: int) -> Case:
 
 def test_rows_behind_windows_share_the_chunks_of_prefill_steps():
     """All rows have their windows, and each chunk belongs to one row: none waits for a page."""
-    for seed in range(60):
+    for seed in range(30):
         case, rng = short_windows(seed), random.Random(seed)
         fit = case.to_the_end()
         assert fit.limit == f"max_batch {case.sizes.num_rows}", (seed, fit)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+import graph_kit
 from card_kit import CARDS, Card, HostCard, count_replays
-from graph_kit import CHAIN, NONE, PROMPTS, TREE, make
+from graph_kit import CHAIN, NONE, PROMPTS, TREE
 from lossless import Comparison, Reference
-from specpool import SamplingParams
+from specpool import Engine, SamplingParams, Shape
 from specpool.engine.assets import resolve
 from specpool.engine.models import TargetModel
 from specpool.kernels import launch
@@ -30,6 +31,13 @@ CASES = {
     "holey": (TREE, {"page_size": 4, "layout": "holey"}),
     "none": (NONE, {}),
 }
+
+
+def make(shape: Shape | None, **options: Any) -> Engine:
+    """An engine that holds what `long` asks for."""
+    return graph_kit.make(
+        shape, **({"max_context_len": 200} if "device" in options else {}) | options
+    )
 
 
 def long(card: Any) -> SamplingParams:

@@ -111,6 +111,13 @@ def texts(engine: Engine, params: Any) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
+def load(engine: Engine, params: Any) -> None:
+    """Run all that a request runs: what is loaded once is loaded then."""
+    several = params if isinstance(params, list) else [params] * len(PROMPTS)
+    texts(engine, [dataclasses.replace(each, max_new_tokens=3) for each in several])
+    engine.forget_prefixes()
+
+
 def count(accept_lens: list[list[int]]) -> int:
     return sum(map(len, accept_lens))
 
@@ -133,8 +140,7 @@ def test_a_small_model_drafts_on_a_device(case, kind, where, build, monkeypatch)
     with launch.host_backend(None), build(case, device="cpu", graph_sizes=None) as engine:
         drafted = [output.accept_lens for output in engine.generate(PROMPTS, PARAMS[kind])]
     with build(case) as engine:
-        texts(engine, PARAMS[kind])  # what is loaded once is loaded
-        engine.forget_prefixes()
+        load(engine, PARAMS[kind])
         with unread(engine, where, monkeypatch):
             outputs = engine.generate(PROMPTS, PARAMS[kind])
     assert [output.token_ids for output in outputs] == expected
@@ -183,6 +189,7 @@ BUDGET = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": NAMES
 
 @pytest.mark.sample(1)
 @on_devices
+@pytest.mark.usefixtures("short_calibration")
 @pytest.mark.parametrize("layout", ["dense", "holey"])
 @pytest.mark.parametrize("draft", [HEAD, SMALL])
 def test_parts_draft_side_by_side_on_a_device(draft, layout, where, build, monkeypatch):
@@ -205,8 +212,7 @@ def test_parts_draft_side_by_side_on_a_device(draft, layout, where, build, monke
         monkeypatch.setattr(
             drafter, "propose_parts", lambda of: (parts.append(len(of)), propose(of))[1]
         )
-        texts(engine, params)
-        engine.forget_prefixes()
+        load(engine, params)
         with unread(engine, where, monkeypatch):
             outputs = engine.generate(PROMPTS, params)
     assert [output.token_ids for output in outputs] == expected and max(parts) > 1
@@ -243,8 +249,7 @@ def test_processors_on_a_device(case, seed, where, build, monkeypatch):
         params.append(dataclasses.replace(base, **fields) if rng.random() < 0.8 else base)
     expected = plain(build, params)
     with build(case) as engine:
-        texts(engine, params)
-        engine.forget_prefixes()
+        load(engine, params)
         with unread(engine, where, monkeypatch):
             outputs = engine.generate(PROMPTS, params)
     assert [output.token_ids for output in outputs] == expected

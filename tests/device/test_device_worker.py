@@ -44,8 +44,8 @@ CASES = {  # head, shape, options
     "block_tree": ("tiny-block", (4, 4, 16), {"page_size": 4, "layout": "holey"}),
     "plain": (None, None, {"page_size": 4}),
 }
-GREEDY = SamplingParams(max_new_tokens=30)
-SAMPLED = SamplingParams(max_new_tokens=30, temperature=1.2, top_k=40, top_p=0.9, seed=7)
+GREEDY = SamplingParams(max_new_tokens=20)
+SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.2, top_k=40, top_p=0.9, seed=7)
 PARAMS = {"greedy": GREEDY, "sampled": SAMPLED}
 
 

@@ -49,12 +49,12 @@ def test_a_drawn_text_stays():
 def test_the_text_stays_when_rows_are_retracted_and_come_back(host_bytes):
     """With host memory they come back by copies, else by a prefill; both bring the sink back."""
     prompts = [prompt[:30] for prompt in corpus.prompts(6)]
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=36, ignore_eos=True)
     plain = run("specpool/tiny-eagle", params, prompts, shape=CHAIN)[0]
-    options = {"shape": CHAIN, "page_size": 4, "max_context_len": 200, "prefill_tokens": 16}
+    options = {"shape": CHAIN, "page_size": 4, "max_context_len": 96, "prefill_tokens": 16}
     with Engine.from_pretrained(
         draft="specpool/tiny-eagle",
-        num_pages=56,
+        num_pages=30,
         host_bytes=host_bytes,
         offload="always" if host_bytes else "cost",
         headroom=0,

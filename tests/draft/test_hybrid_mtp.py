@@ -24,7 +24,7 @@ from specpool.engine.models import TargetModel
 FAMILIES = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(3, 2, 7)
 PROMPTS = [[(7 * i * i + 3 * k + i) % VOCAB for i in range(n)] for k, n in enumerate((17, 30, 9))]
-GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=16, ignore_eos=True)
 OPTIONS = {"max_batch": 3, "prefill_tokens": 16, "max_context_len": 128, "dtype": "float32"}
 
 

@@ -11,9 +11,13 @@ import pytest
 
 from drafter_mix import NAMES, Mix, Models, run_side_by_side
 
-# 200 in all; those beyond the first are `make test-full`'s.
-FIRST = 8
-SEEDS = [*range(FIRST), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(FIRST, 200))]
+# 200 in all; the few that reach all that the last test asks for come first, the others in
+# `make test-full`.
+FIRST = (0, 1, 5, 8)
+SEEDS = [
+    *FIRST,
+    *(pytest.param(n, marks=pytest.mark.full) for n in range(200) if n not in FIRST),
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def test_drafters_mixed_by_row_give_the_text_of_plain_decoding(run, seed):
 def test_the_first_seeds_reach_what_they_are_for(run):
     """Every drafter drafts; there are trees, chains, conversations, retractions and cache hits."""
     seen: Counter[str] = Counter()
-    for seed in range(FIRST):
+    for seed in FIRST:
         mix, _, outputs, stats = run(seed)
         seen["retracted"] += stats.retracted_ct
         seen["hits"] += stats.prefix.hit_ct if stats.prefix else 0

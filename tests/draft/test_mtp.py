@@ -40,7 +40,7 @@ LAYOUTS = [
     {"page_size": 1, "overlap_depth": 1},
     {"page_size": 4, "worker": "v1"},
 ]
-GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=28, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def test_proposals_are_those_of_transformers_mtp_layer(folder, family, shape, op
     ("pair", "options", "temperature"), list(itertools.product(PAIRS, LAYOUTS, (0.0, 1.0)))
 )
 def test_the_text_is_that_of_plain_decoding(folder, pair, options, temperature):
-    params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=28, temperature=temperature, seed=5, ignore_eos=True)
     path = folder(*pair)
     with engine(path, None) as plain:
         expected = [o.token_ids for o in plain.generate(PROMPTS, params)]
@@ -145,13 +145,13 @@ def test_the_text_is_that_of_plain_decoding(folder, pair, options, temperature):
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
 def test_sessions_the_prefix_cache_and_retraction_keep_the_text(folder, shape):
     path = folder("Llama", "deepseek")
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=36, ignore_eos=True)
     with engine(path, None) as plain:
         expected = [o.token_ids for o in plain.generate(PROMPTS, params)]
         with plain.open_session() as session:
             session.append(PROMPTS[0], params).output()
             turn = session.append(PROMPTS[1][:11], params).output().token_ids
-    options = {"page_size": 4, "headroom": 0, "num_pages": 50}
+    options = {"page_size": 4, "headroom": 0, "num_pages": 36, "max_context_len": 120}
     with engine(path, shape=shape, **options) as one:
         assert [o.token_ids for o in one.generate(PROMPTS, params)] == expected
         assert one.core.scheduler.num_retracted > 0

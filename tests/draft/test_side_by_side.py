@@ -17,6 +17,7 @@ CONFIG = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": NAMES
 
 
 @pytest.mark.sample(1)
+@pytest.mark.usefixtures("short_calibration")
 @pytest.mark.parametrize(
     ("draft", "layout"),
     [

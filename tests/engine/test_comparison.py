@@ -48,6 +48,14 @@ def pairs(
     return [*zip(drafted, engine.generate(prompts, params, shape=Shape.none()), strict=True)]
 
 
+@pytest.fixture(scope="module")
+def rounded(engine_of) -> list[tuple[RequestOutput, RequestOutput]]:
+    """Greedy texts in bfloat16 that differ, with the log probabilities of the runs."""
+    params = dataclasses.replace(GREEDY, logprobs=2)
+    several = pairs(engine_of("bfloat16"), params, 12)
+    return [pair for pair in several if pair[0].token_ids != pair[1].token_ids]
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN, CUT], ids=["greedy", "drawn", "cut"])
@@ -61,15 +69,14 @@ def test_what_rounding_changes_is_said_to_be_the_same(engine_of, dtype, params):
             assert f"same up to {dtype} rounding: token {each.num_same} is" in str(each)
 
 
-def test_sixteen_bits_do_change_texts(engine_of, monkeypatch):
+def test_sixteen_bits_do_change_texts(engine_of, rounded, monkeypatch):
     """Only the bound makes them the same: without it they are a fault."""
     engine = engine_of("bfloat16")
-    several = pairs(engine, GREEDY, 12)
-    rounded = [pair for pair in several if pair[0].token_ids != pair[1].token_ids]
     assert rounded, "no text differs: the law above says nothing"
-    assert {engine.compare(*pair).verdict for pair in rounded} == {"rounding"}
     for a, b in rounded:
         found = engine.compare(a, b)
+        assert found.verdict == "rounding"
+        assert found.run_gaps is not None and "; in the runs " in str(found)
         assert found.first is not None and found.second is not None
         assert a.token_ids[: found.num_same] == b.token_ids[: found.num_same]
         assert found.first.token_id == a.token_ids[found.num_same]
@@ -173,24 +180,20 @@ def test_a_text_that_ends_early_is_a_fault(engine_of):
     assert "the first text ends after 10 tokens" in str(found)
 
 
-def test_gaps_of_the_runs_are_shown_where_they_were_recorded(engine_of):
-    params = dataclasses.replace(GREEDY, logprobs=2)
+def test_gaps_of_the_runs_are_shown_where_they_were_recorded(engine_of, rounded):
     engine = engine_of("bfloat16")
-    found = [engine.compare(a, b) for a, b in pairs(engine, params, 12)]
-    apart = [each for each in found if each.verdict == "rounding"]
-    assert apart and all(each.run_gaps is not None for each in apart)
-    assert "; in the runs " in str(apart[0])
+    a, b = rounded[0]
+    found = engine.compare(a, b)
+    assert found.run_gaps is not None and "; in the runs " in str(found)
+    bare = engine.compare(*(dataclasses.replace(each, logprobs=None) for each in (a, b)))
+    assert bare.run_gaps is None and "; in the runs " not in str(bare)
 
 
-def test_a_disagreement_of_the_runs_beyond_rounding_is_a_fault(engine_of):
+def test_a_disagreement_of_the_runs_beyond_rounding_is_a_fault(engine_of, rounded):
     """This also holds where the model itself has a near-tie, because the runs had none."""
-    params = dataclasses.replace(GREEDY, logprobs=2)
     engine = engine_of("bfloat16")
-    for a, b in pairs(engine, params, 12):
-        found = engine.compare(a, b)
-        if found.verdict == "rounding":
-            break
-    at = found.num_same
+    a, b = rounded[0]
+    at = engine.compare(a, b).num_same
     (best, high), (second, _) = a.logprobs[at].top.items()
     entry = dataclasses.replace(a.logprobs[at], top={best: high, second: high - 5.0})
     sure = dataclasses.replace(a, logprobs=[*a.logprobs[:at], entry, *a.logprobs[at + 1 :]])
@@ -300,7 +303,7 @@ def test_errors_within_the_noise_explain_every_draw_that_they_change():
         SamplingParams(temperature=0.9, top_k=50, top_p=0.8),
     ]
     num_changed = num_faults = num_caught = 0
-    for trial in range(1200):
+    for trial in range(600):
         params, scale = several[trial % 4].filled(), (0.3, 2.0, 5.0)[trial % 3]
         size, deviation = (8, 64, 1000)[trial // 3 % 3], (0.002, 0.02, 0.1)[trial // 9 % 3]
 
@@ -318,7 +321,7 @@ def test_errors_within_the_noise_explain_every_draw_that_they_change():
         if other != token:
             num_faults += 1
             num_caught += not drawn_gap(logits, other, params, u, noise).is_rounding
-    assert num_changed > 60
+    assert num_changed > 30
     assert num_caught > 0.8 * num_faults
 
 

@@ -373,8 +373,9 @@ def test_whoever_lacks_memory_in_a_step_the_engine_goes_on(engines, monkeypatch,
     assert_no_page_leaked(engine)
 
 
+@pytest.mark.parametrize("num_lines", [5, pytest.param(50, marks=pytest.mark.full)])
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_a_close_that_ctrl_c_hits_is_done_by_the_next(target, where):
+def test_a_close_that_ctrl_c_hits_is_done_by_the_next(target, where, num_lines):
     options = {"max_context_len": 64, "page_size": 4, "max_sessions": 1, "max_batch": 1}
     host = {"host_bytes": 1 << 22, "offload": "always"} if where == "host" else {}
     at, total = 0, 1
@@ -398,4 +399,4 @@ def test_a_close_that_ctrl_c_hits_is_done_by_the_next(target, where):
         assert engine.core.host is None or not engine.core.host.handles, lines.place
         assert_no_page_leaked(engine)
         total = max(total, lines.count) if not at else total
-        at += max(total // 12, 1)
+        at += max(total // num_lines, 1)

@@ -30,7 +30,7 @@ from specpool.engine.models import EagleHead, TargetModel
 from specpool.engine.output import Chunk, RequestOutput
 
 PROMPTS = corpus.prompts(3, 30)
-PARAMS = SamplingParams(max_new_tokens=30)
+PARAMS = SamplingParams(max_new_tokens=20)
 CONFIG = EngineConfig(shape=Shape.eagle(4, 4, 16), max_context_len=256, max_batch=2)
 
 
@@ -448,13 +448,13 @@ def interrupted(target: TargetModel, head: EagleHead, at: int | None) -> int:
     return lines.count
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
-def test_ctrl_c_at_any_line_loses_no_request(target, part):
+@pytest.mark.parametrize("num_lines", [5, pytest.param(30, marks=pytest.mark.full)])
+def test_ctrl_c_at_any_line_loses_no_request(target, num_lines):
     """Every line counts, not only verbs: a request in neither queue would be lost."""
     head = eagle(target).head
     lines = interrupted(target, head, None)
     assert lines > 5_000
-    for at in random.Random(part).sample(range(1, lines), 10):
+    for at in random.Random(0).sample(range(1, lines), num_lines):
         interrupted(target, head, at)
 
 

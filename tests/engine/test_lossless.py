@@ -108,9 +108,9 @@ def _part() -> Iterator[tuple[int, int, str, str, int, str]]:
 
 
 def _grid() -> list[object]:
-    """The part that CI runs, with texts of half the length; the grid is for `make test-full`."""
+    """The part that CI runs, with texts of a third of the length; the grid is full only."""
     grid = itertools.product(PAGE_SIZES, TOPKS, PLACEMENTS, LAYOUTS, range(1, 9), HEADS)
-    part = [pytest.param(*case, NUM_TOKENS // 2) for case in _part()]
+    part = [pytest.param(*case, NUM_TOKENS // 3) for case in _part()]
     return part + [pytest.param(*case, NUM_TOKENS, marks=pytest.mark.full) for case in grid]
 
 

@@ -26,7 +26,7 @@ from specpool.engine.draft import (
 from specpool.engine.models import EagleHead, TargetModel
 from specpool.engine.models.mtp.layer import MtpLayer
 
-CONTEXT = 128
+CONTEXT = 96
 SHAPES = [(3, 1, 4), (4, 4, 12), (2, 2, 4), (6, 1, 7)]
 NAMES = ("block", "eagle", "eagle3", "lm", "mtp", "ngram", "suffix", "suffix:shared")
 LOOKUPS = {"ngram", "suffix", "suffix:shared"}  # they keep no draft KV, and refuse a window of it
@@ -161,12 +161,10 @@ class Mix:
         return engine
 
     def expected(self, target: TargetModel) -> list[list[list[int]]]:
-        """The tokens of each turn of each talk, by plain decoding of one talk after another."""
+        """The tokens of each turn of each talk, by plain decoding."""
         engine = Engine(target, config=EngineConfig(max_context_len=CONTEXT, prefix_cache=False))
-        return [
-            [output.token_ids for output in run(steps(engine, talk, is_plain=True))]
-            for talk in self.talks
-        ]
+        outputs = run_side_by_side(engine, self.talks, random.Random(0), is_plain=True)
+        return [[output.token_ids for output in turns] for turns in outputs]
 
 
 def steps(engine: Engine, talk: Talk, *, is_plain: bool = False) -> Iterator[RequestOutput | None]:
@@ -182,16 +180,12 @@ def steps(engine: Engine, talk: Talk, *, is_plain: bool = False) -> Iterator[Req
         session.close()
 
 
-def run(talk: Iterator[RequestOutput | None]) -> list[RequestOutput]:
-    return [output for output in talk if output is not None]
-
-
 def run_side_by_side(
-    engine: Engine, talks: list[Talk], rng: random.Random
+    engine: Engine, talks: list[Talk], rng: random.Random, *, is_plain: bool = False
 ) -> list[list[RequestOutput]]:
     """Run all talks, in a random order of their steps; return the outputs of each one's turns."""
     outputs: list[list[RequestOutput]] = [[] for _ in talks]
-    running = {number: steps(engine, talk) for number, talk in enumerate(talks)}
+    running = {n: steps(engine, talk, is_plain=is_plain) for n, talk in enumerate(talks)}
     while running:
         number = rng.choice(list(running))
         for _ in range(rng.randint(1, 4)):

@@ -9,7 +9,7 @@ that has moved since, a branch on what a tensor holds. Results come in the tenso
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,12 +28,12 @@ CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 16)
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(6), (17, 40, 9, 3, 26, 33), strict=True)]
 # Of unlike lengths, so that all batch sizes come; greedy ones beside drawn ones.
 PARAMS = [
-    SamplingParams(max_new_tokens=30, ignore_eos=True),
-    SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.0, seed=3),
-    SamplingParams(max_new_tokens=25, ignore_eos=True),
-    SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=0.7, top_p=0.9, seed=4),
-    SamplingParams(max_new_tokens=19, ignore_eos=True, temperature=1.3, top_k=40, seed=5),
-    SamplingParams(max_new_tokens=5, ignore_eos=True),
+    SamplingParams(max_new_tokens=20, ignore_eos=True),
+    SamplingParams(max_new_tokens=9, ignore_eos=True, temperature=1.0, seed=3),
+    SamplingParams(max_new_tokens=16, ignore_eos=True),
+    SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=0.7, top_p=0.9, seed=4),
+    SamplingParams(max_new_tokens=13, ignore_eos=True, temperature=1.3, top_k=40, seed=5),
+    SamplingParams(max_new_tokens=4, ignore_eos=True),
 ]
 
 
@@ -42,7 +42,7 @@ def make(shape: Shape | None, *, head: str = "tiny-eagle", **options: Any) -> En
         draft=None if shape is NONE else f"specpool/{head}",
         shape=shape,
         **{
-            "max_context_len": 200,
+            "max_context_len": 96,
             "max_batch": 4,
             "overlap_depth": 0,
             "busy_check": 2,
@@ -63,6 +63,7 @@ class Tape(TorchDispatchMode):
         self.entries: list[tuple] = []
         self._own_storages: dict[int, int] = {}  # address of a storage made within -> its number
         self._alive: list[Tensor] = []  # so that no address is given twice
+        self._read: set[int] = set()  # addresses of the storages that the operation is given
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -72,14 +73,15 @@ class Tape(TorchDispatchMode):
             assert all(i is None or i.dtype != torch.bool for i in args[1]), f"{name} by a mask"
         if name == "repeat_interleave":
             assert kwargs.get("output_size") is not None, f"{name} waits for the device"
+        self._read.clear()
         read = self._sign([*args, kwargs])
         result = func(*args, **kwargs)
         for made in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(made, Tensor) and self._is_new(made, [*args, *kwargs.values()]):
-                self._own_storages.setdefault(
-                    made.untyped_storage().data_ptr(), len(self._own_storages)
-                )
-                self._alive.append(made)
+            if isinstance(made, Tensor):
+                address = made.untyped_storage().data_ptr()
+                if address not in self._read and address not in self._own_storages:
+                    self._own_storages[address] = len(self._own_storages)
+                    self._alive.append(made)
         self.entries.append((name, read))
         return result
 
@@ -87,34 +89,18 @@ class Tape(TorchDispatchMode):
         """A kernel's."""
         self.entries.append((entry, grid, block, self._sign(args), shared_mem, self._sign(touches)))
 
-    def _is_new(self, made: Tensor, given: Sequence[Any]) -> bool:
-        address = made.untyped_storage().data_ptr()
-        tensors = [value for value in _flat(given) if isinstance(value, Tensor)]
-        return all(tensor.untyped_storage().data_ptr() != address for tensor in tensors)
-
     def _sign(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             storage = value.untyped_storage().data_ptr()
-            whose = (
-                ("own", self._own_storages[storage])
-                if storage in self._own_storages
-                else ("outside", storage)
-            )
-            view = value.storage_offset(), *value.shape, *value.stride()
-            return (*whose, str(value.dtype), *view)
+            self._read.add(storage)
+            number = self._own_storages.get(storage)
+            whose = ("outside", storage) if number is None else ("own", number)
+            return *whose, value.dtype, value.storage_offset(), value.shape, value.stride()
         if isinstance(value, dict):
             return {key: self._sign(item) for key, item in value.items()}
         if isinstance(value, tuple | list):
             return [self._sign(item) for item in value]
         return repr(value)
-
-
-def _flat(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, tuple | list):
-            yield from _flat(value)
-        else:
-            yield value
 
 
 class _Spy:

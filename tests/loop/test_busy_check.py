@@ -25,7 +25,7 @@ from specpool.engine.output import Chunk
 from workload import HEADS, Workload, run_mixed
 
 PROMPTS = corpus.prompts(5, 40)
-PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
+PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
 P = 4
 
 
@@ -432,4 +432,4 @@ def test_ctrl_c_while_a_text_is_pinned_leaves_no_prefix_behind(target, heads, wh
         engine.pin(PROMPTS[0])
     scheduler.pins._ledger = ledger
     assert ledger.prefixes == []
-    assert len(engine.generate(PROMPTS[0], PARAMS)[0].token_ids) == 40
+    assert len(engine.generate(PROMPTS[0], PARAMS)[0].token_ids) == 24

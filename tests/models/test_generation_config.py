@@ -23,7 +23,7 @@ from specpool.engine.models import generation_defaults
 from specpool.engine.models.generation_defaults import NOT_TAKEN, TAKEN, GenerationDefaults
 from specpool.engine.sampling_params import NEUTRAL
 
-VOCAB, EOS, NUM_NEW = 96, 95, 40
+VOCAB, EOS, NUM_NEW = 96, 95, 28
 PROMPTS = [[*range(40, 50), *range(40, 50), *range(40, 47)], [7], [*range(60, 72)]]
 
 
@@ -111,14 +111,14 @@ def cases(first: list[int]) -> dict[str, dict[str, Any]]:
         "begin_suppress_tokens": {"begin_suppress_tokens": [first[0]]},
         "bad_words_ids": {"bad_words_ids": [[first[0]], *pairs[2:9], first[9:14], [EOS]]},
         "min_new_tokens": {"min_new_tokens": 20, "eos_token_id": [early, EOS]},
-        "min_length": {"min_length": 35, "eos_token_id": [early, EOS]},
-        "both lengths": {"min_new_tokens": 9, "min_length": 40, "eos_token_id": [early]},
+        "min_length": {"min_length": 33, "eos_token_id": [early, EOS]},
+        "both lengths": {"min_new_tokens": 9, "min_length": 38, "eos_token_id": [early]},
         "eos_token_id": {"eos_token_id": [early]},
         "several": {
             "repetition_penalty": 1.1,
             "no_repeat_ngram_size": 2,
             "suppress_tokens": [first[0]],
-            "min_new_tokens": 25,
+            "min_new_tokens": 20,
             "eos_token_id": [early],
         },
         "temperature without do_sample": {"temperature": 0.3, "top_k": 3, "min_p": 0.2},
@@ -165,7 +165,7 @@ def test_a_request_comes_before_the_file(model, plain, says):
         suppress_tokens=plain[0][:3],
         begin_suppress_tokens=[plain[1][0]],
         bad_words_ids=[[plain[2][1]]],
-        min_new_tokens=30,
+        min_new_tokens=20,
     )
     assert ours(model, None) != plain
     off = {name: value for name, value in NEUTRAL.items() if name not in ("top_k", "top_p")}

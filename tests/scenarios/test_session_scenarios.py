@@ -334,7 +334,7 @@ def test_several_turns_with_pages_of_512(target, heads, reference, monkeypatch):
             overlap_depth=1,
         )
         with engine.open_session() as session:
-            return several_turns(session, num_turns=8, new=9, max_new_tokens=40)
+            return several_turns(session, num_turns=8, new=9, max_new_tokens=24)
 
     outputs = talk()
     assert all(b.num_reused >= len(a.prompt_ids) for a, b in itertools.pairwise(outputs))
@@ -354,9 +354,9 @@ def test_long_prompts_with_pages_of_256(target, heads, reference, monkeypatch):
             target,
             heads["eagle3"],
             page_size=256,
-            max_context_len=1024,
+            max_context_len=512,
             prefill_tokens=100,
-            num_pages=6,
+            num_pages=3,
             headroom=0,
             max_sessions=1,
             busy_check=busy_check,
@@ -366,8 +366,8 @@ def test_long_prompts_with_pages_of_256(target, heads, reference, monkeypatch):
         sessions = [engine.open_session() for _ in range(2)]
         for i, session in enumerate(sessions):
             engine.submit(
-                text[i : i + 400],
-                SamplingParams(max_new_tokens=130, ignore_eos=True),
+                text[i : i + 240],
+                SamplingParams(max_new_tokens=40, ignore_eos=True),
                 session=session,
                 on_item=lambda _, item: (
                     outputs.append(item) if isinstance(item, RequestOutput) else None
@@ -375,6 +375,7 @@ def test_long_prompts_with_pages_of_256(target, heads, reference, monkeypatch):
             )
         while engine.turn():
             pass
+        assert engine.stats().retracted_ct > 0
         outputs += [each.append(text[9:49], PARAMS).output() for each in sessions]
         for session in sessions:
             session.close()

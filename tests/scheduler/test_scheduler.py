@@ -68,13 +68,13 @@ def test_everyone_is_retracted_and_speaks_as_alone(target, heads, reference, dra
     """The pool holds little more than one row, and later requests have higher priority."""
     shape = Shape.eagle(3, 1, 4) if draft else None
     drafter = NgramDrafter() if draft == "ngram" else draft and EagleDrafter(heads[draft])
-    options = {"page_size": 4, "max_context_len": 100, "max_batch": 6, "overlap_depth": depth}
+    options = {"page_size": 4, "max_context_len": 64, "max_batch": 5, "overlap_depth": depth}
     engine = Engine(
-        target, drafter, config=EngineConfig(shape=shape, num_pages=32, headroom=0, **options)
+        target, drafter, config=EngineConfig(shape=shape, num_pages=20, headroom=0, **options)
     )
-    params = SamplingParams(max_new_tokens=70, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     outputs, requests = {}, []
-    for i, prompt in enumerate(corpus.prompts(6, 12)):
+    for i, prompt in enumerate(corpus.prompts(5, 12)):
         number = engine.submit(
             prompt, params, priority=i, on_item=lambda n, item: outputs.__setitem__(n, item)
         )
@@ -86,7 +86,7 @@ def test_everyone_is_retracted_and_speaks_as_alone(target, heads, reference, dra
     assert all(request.num_retractions for request in requests[:-1])
     comparison = Comparison()
     for output in outputs.values():
-        assert len(output.token_ids) == 70, output.error
+        assert len(output.token_ids) == 40, output.error
         comparison.add(reference, output.prompt_ids, output.token_ids)
     comparison.finish()
 
@@ -249,21 +249,19 @@ def test_ctrl_c_while_prompts_are_submitted_ends_them_all(engine, monkeypatch, n
 
 def test_overlap_runs_few_rounds_in_vain(target, heads):
     """A row that is likely to end with what is in flight waits for it."""
-    lanes = []
+    lanes, texts = [], []
     for depth in (0, 1):
         config = EngineConfig(shape=Shape.eagle(3, 1, 4), max_batch=4, overlap_depth=depth)
         engine = Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
-        outputs = engine.generate(PROMPTS * 3, PARAMS)
         run = engine.core.worker.run
         counts = []
         engine.core.worker.run = lambda steps, run=run, counts=counts: (
             counts.extend(len(step.plan) for step in steps if step.is_decode),
             run(steps),
         )[1]
-        assert [o.token_ids for o in engine.generate(PROMPTS * 3, PARAMS)] == [
-            o.token_ids for o in outputs
-        ]
+        texts.append([o.token_ids for o in engine.generate(PROMPTS * 3, PARAMS)])
         lanes.append(sum(counts))
+    assert texts[0] == texts[1]
     assert lanes[0] <= lanes[1] <= lanes[0] + 5  # of 15 requests
 
 

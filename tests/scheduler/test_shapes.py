@@ -14,8 +14,8 @@ from specpool.kernels.launch import host_backend
 NONE, SHORT, LONG = Shape.none(), Shape.eagle(3, 1, 4), Shape.eagle(7, 1, 8)
 TREE, WIDE = Shape.eagle(4, 4, 16), Shape.eagle(2, 8, 12)
 PROMPTS = corpus.prompts(6, 60)
-GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=0.9, seed=11)
+GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=0.9, seed=11)
 
 
 def make(draft: str, shapes: tuple[Shape, ...], **options) -> Engine:

@@ -31,7 +31,6 @@ TROUBLES: dict[str, dict[str, Any]] = {
     "retract with a mixed chunk": {"page_size": 4, "tight": True, "mixed": True},
     "abort": {"page_size": 16, "aborts": True},
 }
-CONTEXT = 320
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def engine_of(
         "page_size": options["page_size"],
         "mixed_chunks": options.get("mixed", False),
         "prefill_tokens": 24 if options.get("tight") else 1024,
-        "max_context_len": CONTEXT,
+        "max_context_len": 240 if options.get("tight") else 320,
         "max_batch": 3,
         "max_sessions": 2,
         "headroom": 0,
@@ -104,7 +103,7 @@ def talk(engine: Engine, rng: random.Random, *, aborts: bool) -> tuple[list[Requ
     for _ in range(4 if aborts else 3):
         told: list[RequestOutput] = []
         for session in sessions:
-            most = rng.choice([12, 40]) if aborts else 80
+            most = rng.choice([12, 40]) if aborts else 60
             params = SamplingParams(max_new_tokens=most, ignore_eos=True, logprobs=0)
             engine.submit(
                 prompt(rng, rng.choice([3, 30]) if aborts else 10),

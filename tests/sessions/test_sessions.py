@@ -187,9 +187,9 @@ def test_random_sessions_say_what_a_fresh_prefill_says(
 @pytest.mark.parametrize(("draft", "shape"), [(None, None), (HEADS[0], CHAIN), ("ngram", TREE)])
 def test_a_retracted_request_comes_back_from_the_host(build, draft, shape, depth, temperature):
     """Its text, also if drawn, is that of a large pool; few tokens are computed again."""
-    options = {"overlap_depth": depth, "headroom": 0, "max_context_len": 160, "max_batch": 5}
+    options = {"overlap_depth": depth, "headroom": 0, "max_context_len": 80, "max_batch": 5}
     params = [
-        SamplingParams(max_new_tokens=90, ignore_eos=True, temperature=temperature, seed=i)
+        SamplingParams(max_new_tokens=45, ignore_eos=True, temperature=temperature, seed=i)
         for i in range(5)
     ]
     prompts = [prompt[: 8 + i] for i, prompt in enumerate(PROMPTS[:5])]
@@ -197,7 +197,7 @@ def test_a_retracted_request_comes_back_from_the_host(build, draft, shape, depth
     prefilled = {}
     for host_bytes in (0, 1 << 24):
         more = {"host_bytes": host_bytes, "offload": "always"}
-        engine = build(draft, shape, num_pages=50, **options, **more)
+        engine = build(draft, shape, num_pages=26, **options, **more)
         outputs = engine.generate(prompts, params)
         assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
         stats = engine.stats()
@@ -209,9 +209,10 @@ def test_a_retracted_request_comes_back_from_the_host(build, draft, shape, depth
 
 
 def test_a_copy_that_fails_ends_in_a_prefill(build, monkeypatch):
-    options = {"headroom": 0, "max_context_len": 160, "max_batch": 5, "num_pages": 50}
-    params = SamplingParams(max_new_tokens=50, ignore_eos=True)
-    wanted = build(**options).generate(PROMPTS[:5], params)
+    options = {"headroom": 0, "max_context_len": 64, "max_batch": 3, "num_pages": 24}
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    prompts = [prompt[:20] for prompt in PROMPTS[:3]]
+    wanted = build(**options).generate(prompts, params)
 
     def failing(self, moves):
         raise RuntimeError("the bus is gone")
@@ -221,7 +222,7 @@ def test_a_copy_that_fails_ends_in_a_prefill(build, monkeypatch):
             more = {"host_bytes": 1 << 24, "offload": "always", "overlap_depth": depth}
             engine = build(**options, **more)
             patch.setattr(HostMemory, way, failing)
-            outputs = engine.generate(PROMPTS[:5], params)
+            outputs = engine.generate(prompts, params)
         assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
         stats = engine.stats()
         assert stats.host.failed_ct > 0 and stats.host.reload_ct == 0

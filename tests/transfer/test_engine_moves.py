@@ -31,8 +31,8 @@ from specpool.testing import assert_no_page_leaked
 
 KEY = b"sixteen bytes at least"
 PROMPTS = corpus.prompts(6, 60)
-GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True, seed=3)
-DRAWN = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=1.0, seed=7)
+GREEDY = SamplingParams(max_new_tokens=16, ignore_eos=True, seed=3)
+DRAWN = SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=1.0, seed=7)
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(3, 2, 6)
 KINDS = {
     "plain": (None, None),
@@ -564,7 +564,7 @@ def test_a_row_moves_with_its_recurrent_state(family, kind, page_size, params, d
             export.arrived()
         there = []
         turn = moved.append(second, params)
-        for _ in range(5):
+        for _ in range(3):
             two.turn()
         with two.export(moved) as back:
             image = back.image()

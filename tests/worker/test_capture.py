@@ -224,7 +224,7 @@ def test_reads_of_the_graphs_stay_in_their_place(monkeypatch):
     def say() -> list:
         with graphs_run(), make(CHAIN, max_batch=2, graph_sizes=(1,)) as engine:
             first = engine.generate(PROMPTS[3], PARAMS[0])
-            engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=120, ignore_eos=True))
+            engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=50, ignore_eos=True))
             return [*first, *engine.generate(PROMPTS[3], PARAMS[0])]
 
     first, again = say()
@@ -324,7 +324,8 @@ def test_what_reads_too_far_leaves_room_for_what_reads_less(monkeypatch, at, num
     """Law: many lanes that read far may find no memory, and as many that read less still do."""
     monkeypatch.setattr(round_graphs, "LEAST_BOUND", 64)  # 2 sizes, 3 bounds, 2 kinds
     full = graphs_run(lambda number: number == at)
-    with full as capture, make(CHAIN, graph_sizes=(2, 4)) as engine:
+    how = {"graph_sizes": (2, 4), "max_context_len": 200}
+    with full as capture, make(CHAIN, **how) as engine:
         assert engine.stats().graphs.num_graphs == capture.recordings == num_graphs
 
 
@@ -377,6 +378,7 @@ def test_a_warm_up_that_fails_leaves_its_rounds_eager(caplog):
     ]
 
 
+@pytest.mark.usefixtures("short_calibration")
 def test_what_a_controller_is_told_at_the_start_are_replays(monkeypatch):
     seen = []
     restart = Graphs.restart

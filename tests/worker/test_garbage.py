@@ -186,7 +186,8 @@ def test_no_family_of_models_leaves_anything_to_the_collector(family, where, opt
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("where", WHERE)
 def test_a_session_leaves_nothing_to_the_collector(where, options):
-    with make(TREE, graph_sizes=(), busy_check=0, **options) as engine:
+    how = {"graph_sizes": (), "busy_check": 0, "max_context_len": 200}
+    with make(TREE, **how, **options) as engine:
         with engine.open_session() as session:
             session.append(PROMPTS[0], GREEDY).output()
             with uncollected() as garbage:

@@ -115,8 +115,9 @@ def test_rows_that_share_more_than_there_is_run_eagerly(shape):
     """A page that four rows share is read four times, and there is no room for that."""
     params = SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=1.0, seed=5, n=4)
     texts = []
+    how = {"page_size": 4, "max_context_len": 200}
     for num_pages in (80, 400):
-        with graphs_run(), build(shape, page_size=4, num_pages=num_pages) as engine:
+        with graphs_run(), build(shape, num_pages=num_pages, **how) as engine:
             outputs = engine.generate([(PROMPTS[1] * 4)[:150]], params)
             texts.append([(output.token_ids, output.accept_lens) for output in outputs])
             graphs = engine.stats().graphs
@@ -134,7 +135,7 @@ def test_a_warm_up_that_fails_leaves_no_room_behind(caplog):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     caplog.set_level(logging.WARNING)
-    how = {"page_size": 4, "num_pages": 2000, "max_context_len": 1000}
+    how = {"page_size": 4, "num_pages": 500, "max_context_len": 250}
     with graphs_run(), host_capture(Full), build(NONE, **how) as engine:
         assert engine.stats().graphs.sizes == {NONE: (1, 4)}  # four lanes, with shorter reads
         left = rooms(engine)

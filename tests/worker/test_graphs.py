@@ -184,11 +184,11 @@ def test_a_round_takes_the_least_graph_that_holds_it(monkeypatch):
     monkeypatch.setattr(RoundGraph, "replay", noted)
     params = [
         SamplingParams(max_new_tokens=n, ignore_eos=True, temperature=1.0, seed=n)
-        for n in (90, 40, 9, 5)
+        for n in (50, 24, 9, 5)
     ]
     short = [p[:3] for p in PROMPTS[:4]]
-    runs(lambda **more: make(CHAIN, max_context_len=100, **more), short, params)
-    assert {bound for *_, bound in taken} == {16, 32, 64, 99}
+    runs(lambda **more: make(CHAIN, max_context_len=60, **more), short, params)
+    assert {bound for *_, bound in taken} == {16, 32, 59}
     assert {(lanes, size) for lanes, size, *_ in taken} == {(1, 1), (2, 2), (3, 4), (4, 4)}
     for _, _, most, bound in taken:
         assert bound / 2 < most <= bound or most <= bound == 16
@@ -255,7 +255,8 @@ def test_a_replay_allocates_nothing(shape, depth, monkeypatch):
 def test_whoever_gives_way_comes_back_to_the_same_text(shape, options, depth):
     options = tight({"shape": shape, "max_context_len": 96, "overlap_depth": depth, **options})
     params = [SamplingParams(max_new_tokens=40, ignore_eos=True)] * 4
-    stats = runs(lambda **more: make(**options, **more), [p[:20] for p in PROMPTS[:4]], params)
+    short = [p[:20] for p in PROMPTS[:4]]
+    stats = runs(lambda **more: make(**options, **more), short, params, sizes=(4,))
     assert stats.retracted_ct and stats.graphs.replay_ct
 
 
@@ -275,7 +276,7 @@ def test_switches_of_a_controller(script, worker):
         controller.take_over(engine)
         return engine
 
-    stats = runs(build)
+    stats = runs(build, sizes=(4,))
     assert stats.adaptive.switch_ct > 4 and set(stats.graphs.sizes) == set(script)
     assert stats.graphs.eager_ct == 0
 
@@ -360,7 +361,7 @@ def test_a_drafter_that_reads_the_text_drafts_eagerly():
 @pytest.mark.parametrize("case", ["chain", "dense", "holey", "none"])
 def test_a_row_with_nan_fails_alone(case, monkeypatch):
     """The NaN does not reach the sink, which every padded lane reads."""
-    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
     shape, options = CASES[case]
     with graphs_run(), make(shape, graph_sizes=(4,), **options) as engine:
         expected = engine.generate(PROMPTS[:3], params)
@@ -462,7 +463,7 @@ def test_windows_are_read_alone(family, page_size, depth, monkeypatch):
         return Engine.from_pretrained(model, max_context_len=120, **how)
 
     params = [dataclasses.replace(each, max_new_tokens=40) for each in PARAMS[:3]]
-    stats = runs(build, PROMPTS[:3], params)
+    stats = runs(build, PROMPTS[:3], params, sizes=(4,))
     assert stats.graphs.eager_ct == 0 and read and all(read)
 
 

@@ -110,10 +110,10 @@ def test_eagle1_on_pages_of_4_with_8_branches_runs_on_v1(
     config = dataclasses.replace(config, num_pages=least + 4)
     engine = Engine(target, EagleDrafter(drafter.head), config=config)
     prompts = corpus.prompts(4, 21)
-    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     comparison = Comparison()
     for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
-        assert len(output.token_ids) == 100, output.error
+        assert len(output.token_ids) == 60, output.error
         comparison.add(reference, prompt, output.token_ids)
     comparison.finish()
     assert engine.core.scheduler.num_retracted and slots.num_rounds

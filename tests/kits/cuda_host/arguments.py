@@ -12,6 +12,10 @@ import numpy as np
 from .errors import ArgumentError
 from .memory import Span, VirtualBuffer, address_of, is_tensor, spans_of
 
+_ARRAYS = np.ndarray | VirtualBuffer
+_SCALARS = bool | int | float
+_PACKED_BYTES = 16  # of each value; none is larger
+
 _KINDS = {"i": "int", "u": "unsigned int", "f": "float", "s": "struct", "p": "pointer", "v": "void"}
 # For each kind of parameter: the kinds of NumPy dtypes that it can be packed from.
 _DTYPES = {"i": "i", "u": "ub", "f": "f"}
@@ -37,8 +41,7 @@ class Packed:
     """The arguments of a launch."""
 
     pointers: Any  # void*[n], each to a value
-    values: list[Any]  # keeps the values alive
-    spans: list[Span]
+    values: Any  # keeps the values alive
 
 
 def pack(kernel: str, parameters: Sequence[Parameter], args: Sequence[Any]) -> Packed:
@@ -47,15 +50,22 @@ def pack(kernel: str, parameters: Sequence[Parameter], args: Sequence[Any]) -> P
     Raises:
         ArgumentError: their number, or the size or kind of one, is not what the kernel reads.
     """
-    values, spans = [], []
-    for i, scalar in enumerate(check(kernel, parameters, args)):
-        raw = scalar
-        if raw is None:
-            spans += spans_of(args[i], f"argument {i}")
-            raw = np.uint64(address_of(args[i])).tobytes()
-        values.append(ctypes.create_string_buffer(raw, 16))
-    pointers = (ctypes.c_void_p * max(len(values), 1))(*[ctypes.addressof(v) for v in values])
-    return Packed(pointers, values, spans)
+    packed = [
+        (address_of(arg).to_bytes(8, "little") if scalar is None else scalar).ljust(
+            _PACKED_BYTES, b"\0"
+        )
+        for scalar, arg in zip(check(kernel, parameters, args), args, strict=True)
+    ]
+    values = ctypes.create_string_buffer(b"".join(packed))
+    first = ctypes.addressof(values)
+    places = range(first, first + len(args) * _PACKED_BYTES, _PACKED_BYTES)
+    return Packed((ctypes.c_void_p * max(len(args), 1))(*places), values)
+
+
+def spans_in(args: Sequence[Any]) -> list[Span]:
+    """What the arrays among the arguments cover."""
+    arrays = ((i, arg) for i, arg in enumerate(args) if _is_array(arg))
+    return [span for i, array in arrays for span in spans_of(array, f"argument {i}")]
 
 
 def check(kernel: str, parameters: Sequence[Parameter], args: Sequence[Any]) -> list[bytes | None]:
@@ -71,22 +81,28 @@ def check(kernel: str, parameters: Sequence[Parameter], args: Sequence[Any]) -> 
         raise ArgumentError(f"{kernel} takes {len(parameters)} arguments, {len(args)} were given")
     scalars: list[bytes | None] = []
     for i, (arg, parameter) in enumerate(zip(args, parameters, strict=True)):
-        where = f"{kernel}, argument {i}"
-        if isinstance(arg, np.ndarray | VirtualBuffer) or is_tensor(arg):
-            _check_array(where, parameter, arg)
-            scalars.append(None)
-        else:
-            scalars.append(_scalar(where, parameter, arg))
+        try:
+            if _is_array(arg):
+                _check_array(parameter, arg)
+                scalars.append(None)
+            else:
+                scalars.append(_scalar(parameter, arg))
+        except ArgumentError as error:
+            raise ArgumentError(f"{kernel}, argument {i}: {error}") from None
     return scalars
+
+
+def _is_array(arg: Any) -> bool:
+    return isinstance(arg, _ARRAYS) or is_tensor(arg)
 
 
 def _named(kind: str, size: int) -> str:
     return "void" if kind == "v" else f"{_KINDS[kind]} of {size} bytes"
 
 
-def _check_array(where: str, parameter: Parameter, arg: Any) -> None:
+def _check_array(parameter: Parameter, arg: Any) -> None:
     if parameter.kind != "p":
-        raise ArgumentError(f"{where}: the kernel takes {parameter}, an array was given")
+        raise ArgumentError(f"the kernel takes {parameter}, an array was given")
     # Bytes, 16-bit floats by their bits, and vectors may hold anything.
     if isinstance(arg, VirtualBuffer) or parameter.pointee_kind not in _DTYPES:
         return
@@ -94,7 +110,7 @@ def _check_array(where: str, parameter: Parameter, arg: Any) -> None:
         return
     kind, size = _element(arg)
     if (kind == "f") != (parameter.pointee_kind == "f") or size != parameter.pointee_size:
-        raise ArgumentError(f"{where}: the kernel takes {parameter}, a {arg.dtype} array was given")
+        raise ArgumentError(f"the kernel takes {parameter}, a {arg.dtype} array was given")
 
 
 def _element(arg: Any) -> tuple[str, int]:
@@ -103,18 +119,14 @@ def _element(arg: Any) -> tuple[str, int]:
     return ("f" if arg.is_floating_point() else "i"), arg.element_size()
 
 
-def _scalar(where: str, parameter: Parameter, arg: Any) -> bytes:
+def _scalar(parameter: Parameter, arg: Any) -> bytes:
     """Bytes of a NumPy scalar; a Python int counts as int64 or as an address, as in CuPy."""
     value = arg
-    if isinstance(arg, bool | int | float) and not isinstance(arg, np.generic):
+    if isinstance(arg, _SCALARS) and not isinstance(arg, np.generic):
         value = {bool: np.bool_, int: np.int64, float: np.float64}[type(arg)](arg)
     if not isinstance(value, np.generic):
-        raise ArgumentError(
-            f"{where}: the kernel takes {parameter}, a {type(arg).__name__} was given"
-        )
+        raise ArgumentError(f"the kernel takes {parameter}, a {type(arg).__name__} was given")
     wanted = "iu" if parameter.kind == "p" else _DTYPES.get(parameter.kind, "")
     if value.dtype.kind not in wanted or value.dtype.itemsize != parameter.size:
-        raise ArgumentError(
-            f"{where}: the kernel takes {parameter}, {arg!r} is packed as {value.dtype}"
-        )
+        raise ArgumentError(f"the kernel takes {parameter}, {arg!r} is packed as {value.dtype}")
     return value.tobytes()

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from . import source as source_text
 from . import toolchain
-from .arguments import Parameter, check, pack
+from .arguments import Parameter, check, pack, spans_in
 from .errors import KERNEL_ERRORS, LaunchError
-from .memory import Span, merged, registered_spans
+from .memory import merged, registered_spans
 
 Kind = Literal["fast", "check"]
 Order = Literal["forward", "reverse"] | int
@@ -78,7 +78,11 @@ class HostModule:
         self._build = toolchain.build(
             text, kind, name_expressions=self.name_expressions, options=options
         )
-        self._library = _load(str(self._build.library))
+        self._library = _load(str(self._build.library), tuple(self._build.variables))
+        orders = {"forward": (0, 0), "reverse": (1, 0)}
+        self._options = _Options(
+            *(orders[order] if isinstance(order, str) else (2, order)), check_races
+        )
 
     def shared_bytes_of(self, name: str) -> int:
         """Bytes of the `__shared__` variables of a kernel, and of functions that it may call.
@@ -106,17 +110,12 @@ class HostModule:
             raise KeyError(f"no kernel {name!r}; there are {known}")
         return HostKernel(self, name, name, self.entries[name].max_threads)
 
-    def _set_regions(self, spans: list[Span]) -> None:
-        self._library.host_clear_regions()
-        for v in self._build.variables:
-            self._library.host_add_variable(v.offset, v.size, v.shared, v.name.encode())
-        for s in merged(spans):
-            self._library.host_add_region(s.address, s.size, 0, s.read_only, s.name.encode())
-
-    def _options(self) -> _Options:
-        orders = {"forward": (0, 0), "reverse": (1, 0)}
-        order, seed = orders[self.order] if isinstance(self.order, str) else (2, self.order)
-        return _Options(order, seed, self.check_races)
+    def _set_buffers(self, args: Sequence[Any]) -> None:
+        if self.kind == "fast":  # it judges no access
+            return
+        self._library.host_clear_buffers()
+        for s in merged([*spans_in(args), *registered_spans()]):
+            self._library.host_add_buffer(s.address, s.size, s.read_only, s.name.encode())
 
 
 class HostKernel:
@@ -164,15 +163,14 @@ class HostKernel:
         self._check_limits(block3, shared_mem)
         packed = pack(self.name, self.parameters, args)
         module, library = self.module, self.module._library
-        module._set_regions([*packed.spans, *registered_spans()])
-        options = module._options()
+        module._set_buffers(args)
         if library.host_launch(
             ctypes.byref(self._entry),
             packed.pointers,
             grid3,
             block3,
             shared_mem,
-            ctypes.byref(options),
+            ctypes.byref(module._options),
         ):
             self._raise()
 
@@ -212,12 +210,14 @@ class HostKernel:
 
 
 @functools.cache
-def _load(path: str) -> ctypes.CDLL:
+def _load(path: str, variables: tuple[toolchain.Variable, ...]) -> ctypes.CDLL:
     library = ctypes.CDLL(path)
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     flag, text = ctypes.c_int, ctypes.c_char_p
     library.host_error.restype = text
-    library.host_add_region.argtypes = [pointer, size, flag, flag, text]
+    library.host_add_buffer.argtypes = [pointer, size, flag, text]
     library.host_add_variable.argtypes = [size, size, flag, text]
     library.host_launch.argtypes = [pointer, pointer, pointer, pointer, size, pointer]
+    for v in variables:
+        library.host_add_variable(v.offset, v.size, v.shared, v.name.encode())
     return library

@@ -137,7 +137,7 @@ def _object(file: Path) -> Path:
             _forget_old()
             with tempfile.TemporaryDirectory(dir=result.parent) as directory:
                 out = Path(directory, result.name)
-                _run([CXX, "-O1", *_COMMON, "-c", str(file), "-o", str(out)])
+                _run([CXX, "-O2", *_COMMON, "-c", str(file), "-o", str(out)])
                 os.replace(out, result)
     return result
 

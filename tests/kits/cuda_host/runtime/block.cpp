@@ -17,14 +17,14 @@ constexpr unsigned SPINS_PER_YIELD = 4096;
 bool spun;  // the thread that ran last merely spun
 
 void create_threads() {
-  grid.threads.clear();
+  grid.threads.assign((size_t)blockDim.x * blockDim.y * blockDim.z, Thread{});
+  unsigned number = 0;
   for (unsigned z = 0; z < blockDim.z; z++)
     for (unsigned y = 0; y < blockDim.y; y++)
       for (unsigned x = 0; x < blockDim.x; x++) {
-        Thread thread;
+        Thread& thread = grid.threads[number];
         thread.index = {x, y, z};
-        thread.number = (unsigned)grid.threads.size();
-        grid.threads.push_back(thread);
+        thread.number = number++;
       }
 }
 

@@ -40,6 +40,12 @@ struct Cell {  // numbers of events, 0 for none
 constexpr size_t PAGE = 4096;
 using Page = std::array<Cell, PAGE>;
 
+struct Clock {  // of a thread: the order within its warp
+  uint32_t now = 1;        // counts its __syncwarps
+  uint32_t seen[32] = {};  // seen[l] is the last clock of lane l that came before it
+};
+
+std::vector<Clock> clocks;     // of the threads of the running block
 std::vector<Event> events;     // of this grid, from number 1
 uint32_t first_of_block;       // events below are of earlier blocks
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;  // cells by address
@@ -116,7 +122,7 @@ bool ordered(const Event& before) {
   const Thread& now = *grid.current;
   if (before.block != grid.block_number) return false;
   if (before.thread == now.number || before.barrier < grid.barriers) return true;
-  return before.thread / 32 == now.warp() && now.seen[before.thread % 32] >= before.clock;
+  return before.thread / 32 == now.warp() && clocks[now.number].seen[before.thread % 32] >= before.clock;
 }
 
 bool same_warp(uint32_t number, const Event& now) {
@@ -183,7 +189,7 @@ void check(Access access, bool aligned) {
         access.target(access.address).c_str(), access.author().c_str());
   const Thread& thread = *grid.current;
   const uint32_t number = (uint32_t)events.size();
-  events.push_back({grid.block_number, grid.barriers, thread.clock, (uint32_t)module_offset(access.pc),
+  events.push_back({grid.block_number, grid.barriers, clocks[thread.number].now, (uint32_t)module_offset(access.pc),
                     (uint16_t)thread.number, (access.kind & HOST_ATOMIC) != 0});
   Cell before = {~0u, ~0u, ~0u, ~0u}, after = before;  // neighbouring bytes mostly have equal cells
   for (const char* byte = access.address; byte < access.address + access.size; byte++) {
@@ -221,7 +227,25 @@ void start_checking() {
   last_region = nullptr;
 }
 
-void start_checking_block() { first_of_block = (uint32_t)events.size(); }
+void start_checking_block() {
+  first_of_block = (uint32_t)events.size();
+  clocks.assign(grid.threads.size(), Clock{});
+}
+
+void join_lanes(unsigned warp, unsigned lanes) {
+  Clock* const first = &clocks[warp * 32];
+  uint32_t joined[32] = {};
+  for (int lane = 0; lane < 32; lane++) {
+    if (!(lanes >> lane & 1)) continue;
+    first[lane].seen[lane] = first[lane].now;
+    for (int other = 0; other < 32; other++) joined[other] = std::max(joined[other], first[lane].seen[other]);
+  }
+  for (int lane = 0; lane < 32; lane++) {
+    if (!(lanes >> lane & 1)) continue;
+    std::copy(joined, joined + 32, first[lane].seen);
+    first[lane].now++;
+  }
+}
 
 void stop_checking() {
   events.clear();

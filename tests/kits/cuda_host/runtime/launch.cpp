@@ -21,6 +21,8 @@ std::vector<Region> regions;
 
 namespace {
 
+std::vector<Region> variables;  // of the module
+std::vector<Region> buffers;    // of the next launch
 constexpr unsigned char POISON = 0xA5;  // shared memory at the start of a block
 Error error;
 std::string message;
@@ -125,15 +127,15 @@ extern "C" void host_trap(const char* what, const char* file, int line) {
   die(Error::trap, "%s: %s at %s:%d", what, name(*grid.current).c_str(), file, line);
 }
 
-API void host_clear_regions() { regions.clear(); }
-
-API void host_add_region(void* begin, size_t size, int shared, int read_only, const char* name) {
-  if (size) regions.push_back({(char*)begin, size, shared != 0, read_only != 0, name});
-}
-
 // A variable of the module, by its offset in the file.
 API void host_add_variable(size_t offset, size_t size, int shared, const char* name) {
-  host_add_region((void*)(module_base() + offset), size, shared, 0, name);
+  if (size) variables.push_back({(char*)(module_base() + offset), size, shared != 0, false, name});
+}
+
+API void host_clear_buffers() { buffers.clear(); }
+
+API void host_add_buffer(void* begin, size_t size, int read_only, const char* name) {
+  if (size) buffers.push_back({(char*)begin, size, false, read_only != 0, name});
 }
 
 API const char* host_error(int* kind) {
@@ -147,7 +149,7 @@ API int host_launch(const HostKernel* kernel, void** args, const unsigned* grid_
   grid.kernel = kernel;
   grid.args = args;
   grid.options = *options;
-  grid.random.seed((unsigned)options->seed);
+  if (grid.order() == Order::seed) grid.random.seed((unsigned)options->seed);
   grid.yields = 0;
   grid.failed = false;
   if (!within_limits(grid_size, block_size)) return -1;
@@ -155,7 +157,9 @@ API int host_launch(const HostKernel* kernel, void** args, const unsigned* grid_
   blockDim = {block_size[0], block_size[1], block_size[2]};
   std::vector<uint64_t> shared((shared_bytes + 31) / 8);
   grid.dynamic_shared = (char*)(((uintptr_t)shared.data() + 15) & ~(uintptr_t)15);
-  host_add_region(grid.dynamic_shared, shared_bytes, 1, 0, "dynamic shared memory");
+  regions = variables;
+  regions.insert(regions.end(), buffers.begin(), buffers.end());
+  if (shared_bytes) regions.push_back({grid.dynamic_shared, shared_bytes, true, false, "dynamic shared memory"});
   run_grid();
   return grid.failed ? -1 : 0;
 }

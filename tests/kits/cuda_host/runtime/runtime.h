@@ -60,10 +60,6 @@ struct Thread {
   int operand = 0;
   int width = 32;
 
-  // Order within the warp: clock counts its __syncwarps, seen[l] is the last clock of lane l that came before it.
-  uint32_t clock = 1;
-  uint32_t seen[32] = {};
-
   unsigned lane() const { return number % 32; }
   unsigned warp() const { return number / 32; }
 };
@@ -128,13 +124,14 @@ struct Region {
 
   const char* end() const { return begin + size; }
 };
-extern std::vector<Region> regions;
+extern std::vector<Region> regions;  // of the running grid
 void fill_shared_memory();
 void count_spin(int access);  // a loop on atomics or volatiles lets others run now and then
 
 // Empty in the fast build (unchecked.cpp).
 void start_checking();  // a grid: the regions are complete
-void start_checking_block();
+void start_checking_block();  // its threads are there
+void join_lanes(unsigned warp, unsigned lanes);  // a bit for each: what they did comes before what they will do
 void stop_checking();
 
 }  // namespace host

@@ -28,20 +28,6 @@ void each(const Lanes& lanes, Visit visit) {
     if (lanes.takes_part((int)lane)) visit(lanes.first[lane], lane);
 }
 
-// What lanes wrote before a __syncwarp comes before what the same lanes do after it.
-void join_clocks(const Lanes& lanes) {
-  uint32_t joined[32] = {};
-  each(lanes, [&](Thread& thread, unsigned lane) {
-    thread.seen[lane] = thread.clock;
-    for (int other = 0; other < 32; other++)
-      if (thread.seen[other] > joined[other]) joined[other] = thread.seen[other];
-  });
-  each(lanes, [&](Thread& thread, unsigned) {
-    std::copy(joined, joined + 32, thread.seen);
-    thread.clock++;
-  });
-}
-
 int source_lane(const Thread& thread, int lane) {
   const int width = thread.width, first = lane & ~(width - 1), operand = thread.operand;
   switch (thread.collective) {
@@ -117,7 +103,9 @@ bool complete_collective(Thread& last) {
   const unsigned first = last.warp() * 32;
   const unsigned count = std::min<unsigned>(32, (unsigned)grid.threads.size() - first);
   Lanes lanes = {&grid.threads[first], count, 0};
-  for (unsigned lane = 0; lane < count; lane++) {
+  const bool is_reverse = grid.order() == Order::reverse;
+  for (unsigned i = 0; i < count; i++) {  // first the lanes that come last
+    const unsigned lane = is_reverse ? i : count - 1 - i;
     const Thread& thread = lanes.first[lane];
     if (!(last.mask >> lane & 1) || thread.state == State::done) continue;
     if (thread.state != State::in_collective) return false;
@@ -128,7 +116,7 @@ bool complete_collective(Thread& last) {
     lanes.live |= 1u << lane;
   }
   const HostCollective collective = last.collective;
-  if (collective == HOST_SYNCWARP) join_clocks(lanes);
+  if (collective == HOST_SYNCWARP) join_lanes(last.warp(), lanes.live);
   else if (collective <= HOST_SHFL_XOR) shuffle(lanes);
   else if (collective == HOST_MATCH_ANY) match(lanes);
   else vote_or_reduce(lanes, collective);
