@@ -120,7 +120,7 @@ def test_the_examples_run():
     names: dict = {}
     for block in BLOCKS:
         exec(block, names)
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 4
 
     chain = specpool.Shape.eagle(3, 1, 4)
     kv = specpool.Group("kv", page_size=4, num_pages=18, hosts_drafts=True)

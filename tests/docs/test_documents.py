@@ -123,7 +123,6 @@ SLOW = (
     "specpool bench serve --requests 32",
     "python examples/checkpoint.py conversation.row",
     "python train_target.py out/target --minutes 3",
-    "specpool generate\nspecpool inspect engine.log",
     "specpool tune --candidates none",
     "benches reserve --trace",
 )

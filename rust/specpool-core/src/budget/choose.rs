@@ -5,8 +5,8 @@
 //! batch for `1 / tokens` rounds a token. So its token costs its share of what the round takes once (its *rent*) and
 //! its own lane, both over the tokens of its round, and the costs of the rows add up to the *cost* of the batch.
 //! If the deepest shape is given, so is the rent, and the cheapest candidate of each row is the cheapest choice. So each
-//! shape is tried as the deepest one. docs/adaptive.md says why the tokens of the next round over its seconds are
-//! the wrong thing to maximise.
+//! shape is tried as the deepest one. The tokens of the next round over its seconds would be the wrong goal: the fewer
+//! tokens a round gives a request, the longer the request stays in the batch.
 
 use crate::check::same_len;
 use crate::error::{Error, Result};

@@ -369,7 +369,7 @@ fn rows_that_are_alike_use_the_pages_that_are_there() {
     }
 }
 
-/// The example of docs/adaptive.md: the next round alone would leave the hard row without a draft.
+/// The next round alone would leave the hard row without a draft.
 #[test]
 fn the_long_run_counts_and_not_the_next_round() {
     let case = Case { lane: vec![0.0, 0.25], ..Case::of(&[4.0, 1.8]) };
