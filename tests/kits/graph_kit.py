@@ -28,9 +28,9 @@ CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 16)
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(6), (17, 40, 9, 3, 26, 33), strict=True)]
 # Of unlike lengths, so that all batch sizes come; greedy ones beside drawn ones.
 PARAMS = [
-    SamplingParams(max_new_tokens=20, ignore_eos=True),
+    SamplingParams(max_new_tokens=26, ignore_eos=True),
     SamplingParams(max_new_tokens=9, ignore_eos=True, temperature=1.0, seed=3),
-    SamplingParams(max_new_tokens=16, ignore_eos=True),
+    SamplingParams(max_new_tokens=21, ignore_eos=True),
     SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=0.7, top_p=0.9, seed=4),
     SamplingParams(max_new_tokens=13, ignore_eos=True, temperature=1.3, top_k=40, seed=5),
     SamplingParams(max_new_tokens=4, ignore_eos=True),
