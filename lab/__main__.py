@@ -240,7 +240,7 @@ def hunt(
         ),
     ] = "plain",
     seed: Annotated[int, typer.Option(help="The first case.")] = 0,
-    seconds: Annotated[float, typer.Option(help="How long.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="CPU seconds of each process.")] = 60.0,
     cases: Annotated[float, typer.Option(help="The most cases, such as 1e4.")] = 1e9,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
     known: Annotated[

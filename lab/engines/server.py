@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def guarded(release: str, run: Callable[[Case], list[Finding]]) -> Callable[[Cas
 
 
 def hunt(release: str, job: dict[str, Any], engine: Engine) -> Iterator[dict[str, Any]]:
-    """Run seeds for some seconds; yield an object for each alarm, then one with the counts."""
+    """Run seeds for some CPU seconds in each process; yield each alarm, then the counts."""
     run, jobs = guarded(release, engine.run), job["jobs"]
     pipes = []
     for worker in range(jobs):
@@ -97,6 +96,11 @@ def hunt(release: str, job: dict[str, Any], engine: Engine) -> Iterator[dict[str
     yield counts
 
 
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its forks that have ended."""
+    return sum(os.times()[:4])
+
+
 def _work(
     release: str,
     job: dict[str, Any],
@@ -105,9 +109,9 @@ def _work(
     seeds: range,
     out: Any,
 ) -> None:
-    until, cases, known = time.monotonic() + job["seconds"], 0, dict[str, int]()
+    start, cases, known = _cpu_seconds(), 0, dict[str, int]()
     for at in seeds:
-        if time.monotonic() > until or at >= job["cases"]:
+        if _cpu_seconds() - start > job["seconds"] or at >= job["cases"]:
             break
         case = engine.generate(job["seed"] + at, job["family"])
         findings = run(case)
@@ -120,7 +124,7 @@ def _work(
         else:
             told = {"alarm": dataclasses.asdict(findings[0]), "seed": case.seed}
             print(json.dumps(told), file=out, flush=True)
-    cpu = sum(os.times()[:4])  # with the forks of cases
+    cpu = _cpu_seconds() - start
     print(json.dumps({"cases": cases, "cpu": cpu, "known": known}), file=out, flush=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import io
 import json
 import re
 import signal
@@ -13,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from lab.engines import limit
+from lab.engines import limit, server
 from lab.engines.case import Case, Verb
 from lab.engines.command import printed_objects, tell
 from lab.engines.device import Finding
 from lab.engines.known import ENDED, KNOWN, RESUMES, VICTIM, KnownFault, known_fault, ordered
 from lab.engines.releases import RELEASES, ROOT, fetch, release_path
 from lab.engines.report import LAW_TEXTS, write_report
+from lab.engines.server import Engine
 from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
 from lab.engines.sglang_cases import past_case, sglang_case
 from lab.engines.shrink import shrunk
@@ -271,6 +273,28 @@ def test_a_case_hangs_by_its_cpu_time_and_not_while_its_process_waits(
     assert limit.within_limit(waits, case) == []
     assert [found.where for found in limit.within_limit(loops, case)] == ["hang"]
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_a_hunt_ends_by_its_cpu_time_and_not_while_its_process_waits() -> None:
+    """As many cases are run on a loaded machine as on one that is alone."""
+
+    def waits(_: Case) -> list[Finding]:
+        time.sleep(0.03)
+        return []
+
+    def computes(_: Case) -> list[Finding]:
+        until = time.process_time() + 0.03
+        while time.process_time() < until:
+            pass
+        return []
+
+    job = {"family": "plain", "seed": 1, "seconds": 0.1, "cases": 8, "known": False}
+    ran = []
+    for run in (waits, computes):
+        out = io.StringIO()
+        server._work("vllm-0.33.0", job, Engine(vllm_case, run, PLAIN), run, range(100), out)
+        ran.append(json.loads(out.getvalue())["cases"])
+    assert ran[0] == 8 and 2 <= ran[1] < 8
 
 
 #: The newest releases that are unpacked by `make lab-engines`.
