@@ -236,7 +236,7 @@ def hunt(
         str,
         typer.Option(
             help="What is served: plain; window, states, images, connector, failing or host with "
-            "vLLM; sessions with SGLang."
+            "vLLM; sessions with SGLang, in old releases also window, states, allocator or decode."
         ),
     ] = "plain",
     seed: Annotated[int, typer.Option(help="The first case.")] = 0,

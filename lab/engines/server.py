@@ -32,6 +32,7 @@ class Engine:
     generate: Callable[[int, str], Case]
     run: Callable[[Case], list[Finding]]
     plain: dict[str, Any]  # settings that a reader expects
+    families: tuple[str, ...]
 
 
 def load(engine: str) -> Engine:
@@ -39,21 +40,20 @@ def load(engine: str) -> Engine:
     logging.disable(logging.CRITICAL)
     shim.install()
     if engine == "vllm":
-        from lab.engines.vllm_cases import PLAIN, vllm_case
+        from lab.engines.vllm_cases import FAMILIES, PLAIN, vllm_case
         from lab.engines.vllm_loop import run_vllm
 
-        return Engine(vllm_case, run_vllm, PLAIN)
+        return Engine(vllm_case, run_vllm, PLAIN, FAMILIES)
     if engine == "sglang":
-        from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
-        from lab.engines.sglang_cases import past_case, sglang_case
+        from lab.engines import sglang_cases as cases
 
         if importlib.util.find_spec("sglang.kernels") is None:  # until 0.5.14
             from lab.engines.sglang_past import run_sglang as run_past
 
-            return Engine(past_case, run_past, SGLANG_PLAIN)
+            return Engine(cases.past_case, run_past, cases.PLAIN, cases.PAST_FAMILIES)
         from lab.engines.sglang_loop import run_sglang
 
-        return Engine(sglang_case, run_sglang, SGLANG_PLAIN)
+        return Engine(cases.sglang_case, run_sglang, cases.PLAIN, cases.FAMILIES)
     raise ValueError(f"engine must be vllm or sglang, got {engine!r}")
 
 
@@ -67,7 +67,14 @@ def guarded(release: str, run: Callable[[Case], list[Finding]]) -> Callable[[Cas
 
 
 def hunt(release: str, job: dict[str, Any], engine: Engine) -> Iterator[dict[str, Any]]:
-    """Run seeds for some CPU seconds in each process; yield each alarm, then the counts."""
+    """Run seeds for some CPU seconds in each process; yield each alarm, then the counts.
+
+    Raises:
+        SystemExit: the engine has no such family.
+    """
+    if job["family"] not in engine.families:
+        families = ", ".join(engine.families)
+        raise SystemExit(f"family must be one of {families}, got {job['family']!r}")
     run, jobs = guarded(release, engine.run), job["jobs"]
     pipes = []
     for worker in range(jobs):

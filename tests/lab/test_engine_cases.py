@@ -275,6 +275,12 @@ def test_a_case_hangs_by_its_cpu_time_and_not_while_its_process_waits(
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
+def test_a_family_that_the_engine_does_not_have_is_refused() -> None:
+    engine = Engine(vllm_case, lambda _: [], PLAIN, VLLM_FAMILIES)
+    with pytest.raises(SystemExit, match=r"one of plain, window, .*, images, got 'decode'"):
+        next(server.hunt("vllm-0.33.0", {"family": "decode", "jobs": 0}, engine))
+
+
 def test_a_hunt_ends_by_its_cpu_time_and_not_while_its_process_waits() -> None:
     """As many cases are run on a loaded machine as on one that is alone."""
 
@@ -292,7 +298,9 @@ def test_a_hunt_ends_by_its_cpu_time_and_not_while_its_process_waits() -> None:
     ran = []
     for run in (waits, computes):
         out = io.StringIO()
-        server._work("vllm-0.33.0", job, Engine(vllm_case, run, PLAIN), run, range(100), out)
+        server._work(
+            "vllm-0.33.0", job, Engine(vllm_case, run, PLAIN, VLLM_FAMILIES), run, range(100), out
+        )
         ran.append(json.loads(out.getvalue())["cases"])
     assert ran[0] == 8 and 2 <= ran[1] < 8
 
