@@ -18,7 +18,7 @@ from lab.engines import limit, server
 from lab.engines.case import Case, Verb
 from lab.engines.command import printed_objects, tell
 from lab.engines.device import Finding
-from lab.engines.known import ENDED, KNOWN, RESUMES, VICTIM, KnownFault, known_fault, ordered
+from lab.engines.known import ENDED, FULL, KNOWN, RESUMES, VICTIM, KnownFault, known_fault, ordered
 from lab.engines.releases import RELEASES, ROOT, fetch, release_path
 from lab.engines.report import LAW_TEXTS, write_report
 from lab.engines.server import Engine
@@ -187,12 +187,50 @@ def test_the_least_pool_lacks_the_states_of_a_pipelines_stages(
     assert (fault is not None and "states-of-stages" in fault.thread) == is_known
 
 
+@pytest.mark.parametrize(
+    ("finding", "first", "last", "good", "thread"),
+    [
+        (Finding("order", "late write", ""), "0.16.0", "0.23.0", "0.24.0", "vLLM #45357"),
+        (Finding("progress", "endless", ""), "0.24.0", "0.29.0", "0.33.0", "vLLM #49674"),
+        (Finding("text", "turn", ""), "0.16.0", "0.26.0", "0.27.0", "read: `num_stale_output"),
+    ],
+)
+def test_faults_of_steps_in_flight_are_known_in_pipelines(
+    finding: Finding, first: str, last: str, good: str, thread: str
+) -> None:
+    case = vllm_case(0, "connector")
+    connector = case.settings["connector"] | {"is_async": True}
+    settings = case.settings | {"connector": connector, "stages": 2, "asynchronous": False}
+    case = dataclasses.replace(case, settings=settings, verbs=())
+    for release in (first, last):
+        threads = [
+            fault.thread for fault in KNOWN if fault.explains(f"vllm-{release}", case, finding)
+        ]
+        assert any(name.startswith(thread) for name in threads)
+    alone = dataclasses.replace(case, settings=settings | {"stages": 1})
+    for release, other in ((good, case), (first, alone)):
+        threads = [
+            fault.thread for fault in KNOWN if fault.explains(f"vllm-{release}", other, finding)
+        ]
+        assert not any(name.startswith(thread) for name in threads)
+
+
 def test_a_stuck_loop_is_known_where_the_first_locks_a_window_of_the_cache() -> None:
     case, text = past_case(24, "window"), "the loop is stuck: 1 requests wait"
     fault = known_fault("sglang-0.5.13.post1", case, Finding("progress", "turn", text + RESUMES))
     assert fault is not None and fault.thread == "SGLang #32379"
     assert known_fault("sglang-0.5.13.post1", case, Finding("progress", "turn", text)) is None
     assert known_fault("sglang-0.5.20", case, Finding("progress", "turn", text + RESUMES)) is None
+
+
+def test_a_stuck_loop_is_known_where_the_batch_is_marked_as_full_for_nothing() -> None:
+    turn = Verb(1, "turn", {"number": 1, "length": 1, "most": 1, "session": 0})
+    case = dataclasses.replace(past_case(1, "sessions"), verbs=(turn,))
+    text = "the loop is stuck: 1 requests wait"
+    fault = known_fault("sglang-0.5.11", case, Finding("progress", "turn", text + FULL))
+    assert fault is not None and "#28530" in fault.thread
+    assert known_fault("sglang-0.5.11", case, Finding("progress", "turn", text)) is None
+    assert known_fault("sglang-0.5.23", case, Finding("progress", "turn", text + FULL)) is None
 
 
 def test_an_alarm_that_stays_where_it_is_hides_no_other_one() -> None:
