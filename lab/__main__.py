@@ -236,11 +236,11 @@ def hunt(
         str,
         typer.Option(
             help="What is served: plain; window, states, images, connector, failing or host with "
-            "vLLM; sessions with SGLang."
+            "vLLM; sessions with SGLang, in old releases also window, states, allocator or decode."
         ),
     ] = "plain",
     seed: Annotated[int, typer.Option(help="The first case.")] = 0,
-    seconds: Annotated[float, typer.Option(help="How long.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="CPU seconds of each process.")] = 60.0,
     cases: Annotated[float, typer.Option(help="The most cases, such as 1e4.")] = 1e9,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
     known: Annotated[

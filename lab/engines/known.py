@@ -15,6 +15,7 @@ from lab.engines.case import Case
 from lab.engines.content import STOP
 from lab.engines.device import Finding
 from lab.engines.laws import ALL_FREE
+from lab.engines.vllm_home import steps_in_flight
 
 #: What a loop notes of a block that got its hash in a step from which its request was taken again.
 VICTIM = ", and whose request was taken out of the step that was to write it"
@@ -29,6 +30,7 @@ RETRACTED = ", where a turn of a session was retracted"
 #: Of a loop that is stuck.
 NEAR_POOL = ", and the first that waits leaves less than a page of the pool"
 RESUMES = ", and the first that waits resumes on a cached prefix of a window or more"
+FULL = ", and the batch is marked as full though nothing runs"
 BEHIND = ", and a turn waits behind it whose session holds slots and is closed when the turn ends"
 #: What silently wrong KV breaks, whoever looks first.
 WRONG_KV = ("cache truth", "content", "text")
@@ -169,9 +171,19 @@ KNOWN = (
         "0.14.0",
         "0.23.0",
         ("order", "content", "cache truth"),
-        lambda case: _loads_late(case) and case.settings["asynchronous"],
+        lambda case: _loads_late(case) and steps_in_flight(case.settings) > 1,
         "vLLM #45357",
         "late write",
+    ),
+    KnownFault(
+        "victims whose blocks a launched step still uses are preempted for nothing, in turn",
+        "vllm",
+        "0.24.0",
+        "0.29.0",  # the last one that was read
+        ("progress",),
+        lambda case: bool(case.settings["connector"]) and steps_in_flight(case.settings) > 1,
+        "vLLM #49674, #49675",
+        "endless",
     ),
     KnownFault(
         "loads hold blocks that none of them can do without, for ever",
@@ -265,7 +277,7 @@ KNOWN = (
     KnownFault(
         "a result in flight of a preempted request counts for the row that it gets again",
         "vllm",
-        "0.24.0",
+        "0.14.0",
         "0.26.0",
         ("text", "lengths", "content", "exception"),
         lambda case: case.settings.get("stages", 1) > 1,
@@ -509,6 +521,16 @@ KNOWN = (
         lambda case: bool(case.settings.get("window")),
         "SGLang #32379",
         says=RESUMES,
+    ),
+    KnownFault(
+        "a refusal while nothing runs marks the batch as full, and closing a session does not undo",
+        "sglang",
+        "0.5.11",
+        "0.5.14",  # the last one here of those loops
+        ("progress",),
+        lambda case: _plays(case, "turn"),
+        "read: the mark is cleared where nothing runs in 0.5.23; related to SGLang #28530",
+        says=FULL,
     ),
     KnownFault(
         "taking a row evicts no cached state",

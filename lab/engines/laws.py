@@ -88,9 +88,13 @@ class EngineView:
 
 
 class Law:
-    """A rule for every turn, and one for rest. `name` is the first word of a finding."""
+    """What is looked at after every turn and at rest.
+
+    `name` is the law of a finding; `rule`, what must hold, is in reports.
+    """
 
     name = ""
+    rule = ""
 
     def at_turn(self, view: EngineView) -> Iterator[str]:
         """Yield what is broken between two turns."""
@@ -105,6 +109,7 @@ class Conservation(Law):
     """L1: free and held blocks are all blocks; the free counter is the length of the list."""
 
     name = "conservation"
+    rule = "every block is free or held, and all come back"
 
     def at_turn(self, view: EngineView) -> Iterator[str]:
         """Compare the free list with the own accounts."""
@@ -131,6 +136,7 @@ class Rows(Law):
     """L2, L5: a block has as many holders as rows name it; the worker has the engine's rows."""
 
     name = "rows"
+    rule = "a block has as many holders as rows name it"
 
     def at_turn(self, view: EngineView) -> Iterator[str]:
         """Compare holders with rows, and rows with the worker's."""
@@ -149,6 +155,7 @@ class LengthsLaw(Law):
     """L6: what is computed is known or in flight, and lies in its row; nothing is negative."""
 
     name = "lengths"
+    rule = "what is computed is known or in flight, and lies in the request's row"
 
     def at_turn(self, view: EngineView) -> Iterator[str]:
         """Check the numbers of each request."""
@@ -170,6 +177,7 @@ class CacheTruth(Law):
     """L4: each entry of the cache names a block that holds the content of its key."""
 
     name = "cache truth"
+    rule = "a cached entry holds the content that its key names"
 
     def at_turn(self, view: EngineView) -> Iterator[str]:
         """Audit every entry, if no write is yet to come."""
@@ -185,6 +193,7 @@ class Said(Law):
     """L7: every request says what it would say alone."""
 
     name = "text"
+    rule = "every request says what it would say alone"
 
     def at_turn(self, view: EngineView) -> Iterator[str]:
         """Compare what was said with the text."""
@@ -202,6 +211,7 @@ class Progress(Law):
     """L7: if something waits, something runs within `IDLE_TURNS` turns."""
 
     name = "progress"
+    rule = "if something waits and fits, something runs"
 
     def at_turn(self, view: EngineView) -> Iterator[str]:
         """Count idle turns."""
@@ -219,6 +229,7 @@ class Locks(Law):
     """L8: a node of a tree has the locks of those who live; none when nobody is left."""
 
     name = "locks"
+    rule = "a node of a tree has exactly the locks of those who live"
 
     def at_turn(self, view: EngineView) -> Iterator[str]:
         """Compare the locks with those who hold them."""

@@ -14,25 +14,19 @@ from typing import Any
 
 from lab.engines.case import Case
 from lab.engines.device import Finding
+from lab.engines.laws import LAWS
 from lab.engines.releases import ROOT
 from lab.engines.vllm_home import least_blocks
 
 _SCRIPT = Path(__file__).with_name("vllm_script.py")
 #: Verbs that the script plays.
 _SCRIPTED = {"send", "abort", "reset"}
-#: What each law says.
-LAW_TEXTS = {
-    "conservation": "every block is free or held, and all come back",
+#: What must hold by each law: those of `laws`, and those that are seen when something happens.
+LAW_TEXTS = {law.name: law.rule for law in LAWS} | {
     "one owner": "a block that is handed out is held by nobody, and only holders free it",
     "content": "a position of a text reads the KV of that text up to there",
-    "cache truth": "a cached entry holds the content that its key names",
-    "rows": "a block has as many holders as rows name it",
-    "lengths": "what is computed is known or in flight, and lies in the request's row",
     "states": "a step goes on from the recurrent state of exactly the tokens before it",
     "admission": "what is admitted can be allocated",
-    "text": "every request says what it would say alone",
-    "progress": "if something waits and fits, something runs",
-    "locks": "nothing is locked when no request is left",
     "order": "nothing that a launched step uses is given to a writer that does not wait for it",
     "usefulness": "the same prompt twice, alone in the engine, hits the cache",
     "exception": "no legal call ends the engine",

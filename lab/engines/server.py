@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ class Engine:
     generate: Callable[[int, str], Case]
     run: Callable[[Case], list[Finding]]
     plain: dict[str, Any]  # settings that a reader expects
+    families: tuple[str, ...]
 
 
 def load(engine: str) -> Engine:
@@ -40,21 +40,20 @@ def load(engine: str) -> Engine:
     logging.disable(logging.CRITICAL)
     shim.install()
     if engine == "vllm":
-        from lab.engines.vllm_cases import PLAIN, vllm_case
+        from lab.engines.vllm_cases import FAMILIES, PLAIN, vllm_case
         from lab.engines.vllm_loop import run_vllm
 
-        return Engine(vllm_case, run_vllm, PLAIN)
+        return Engine(vllm_case, run_vllm, PLAIN, FAMILIES)
     if engine == "sglang":
-        from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
-        from lab.engines.sglang_cases import past_case, sglang_case
+        from lab.engines import sglang_cases as cases
 
         if importlib.util.find_spec("sglang.kernels") is None:  # until 0.5.14
             from lab.engines.sglang_past import run_sglang as run_past
 
-            return Engine(past_case, run_past, SGLANG_PLAIN)
+            return Engine(cases.past_case, run_past, cases.PLAIN, cases.PAST_FAMILIES)
         from lab.engines.sglang_loop import run_sglang
 
-        return Engine(sglang_case, run_sglang, SGLANG_PLAIN)
+        return Engine(cases.sglang_case, run_sglang, cases.PLAIN, cases.FAMILIES)
     raise ValueError(f"engine must be vllm or sglang, got {engine!r}")
 
 
@@ -68,7 +67,14 @@ def guarded(release: str, run: Callable[[Case], list[Finding]]) -> Callable[[Cas
 
 
 def hunt(release: str, job: dict[str, Any], engine: Engine) -> Iterator[dict[str, Any]]:
-    """Run seeds for some seconds; yield an object for each alarm, then one with the counts."""
+    """Run seeds for some CPU seconds in each process; yield each alarm, then the counts.
+
+    Raises:
+        SystemExit: the engine has no such family.
+    """
+    if job["family"] not in engine.families:
+        families = ", ".join(engine.families)
+        raise SystemExit(f"family must be one of {families}, got {job['family']!r}")
     run, jobs = guarded(release, engine.run), job["jobs"]
     pipes = []
     for worker in range(jobs):
@@ -97,6 +103,11 @@ def hunt(release: str, job: dict[str, Any], engine: Engine) -> Iterator[dict[str
     yield counts
 
 
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its forks that have ended."""
+    return sum(os.times()[:4])
+
+
 def _work(
     release: str,
     job: dict[str, Any],
@@ -105,9 +116,9 @@ def _work(
     seeds: range,
     out: Any,
 ) -> None:
-    until, cases, known = time.monotonic() + job["seconds"], 0, dict[str, int]()
+    start, cases, known = _cpu_seconds(), 0, dict[str, int]()
     for at in seeds:
-        if time.monotonic() > until or at >= job["cases"]:
+        if _cpu_seconds() - start > job["seconds"] or at >= job["cases"]:
             break
         case = engine.generate(job["seed"] + at, job["family"])
         findings = run(case)
@@ -120,7 +131,7 @@ def _work(
         else:
             told = {"alarm": dataclasses.asdict(findings[0]), "seed": case.seed}
             print(json.dumps(told), file=out, flush=True)
-    cpu = sum(os.times()[:4])  # with the forks of cases
+    cpu = _cpu_seconds() - start
     print(json.dumps({"cases": cases, "cpu": cpu, "known": known}), file=out, flush=True)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from lab.engines.case import Case, Verb
 
 FAMILIES = ("plain", "sessions")
+#: Until 0.5.14; `decode` in 0.5.1 and 0.5.2.
+PAST_FAMILIES = (*FAMILIES, "window", "states", "allocator", "decode")
 #: What a shrunk case has, where its fault does not need something else.
 PLAIN = {
     "page": 1,

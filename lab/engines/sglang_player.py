@@ -24,7 +24,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from lab.engines.case import Case
 from lab.engines.content import STOP, Text, tokens_of
 from lab.engines.device import Finding
-from lab.engines.known import BEHIND, ENDED, NEAR_POOL, RESUMES, RETRACTED, UNCLOSED
+from lab.engines.known import BEHIND, ENDED, FULL, NEAR_POOL, RESUMES, RETRACTED, UNCLOSED
 from lab.engines.laws import LAWS
 from lab.engines.limit import within_limit
 
@@ -305,8 +305,8 @@ class Player(ABC):
     def stuck_note(self) -> str:
         """What is known of the first that waits, if any does.
 
-        It may leave no page of the pool, in a session no two, lock a window in the cache, or wait
-        for slots of a session that cannot be closed.
+        It may leave no page of the pool, in a session no two, lock a window in the cache, wait for
+        slots of a session that cannot be closed, or for a batch that is marked as full.
         """
         if not self.loop.waiting_queue:
             return ""
@@ -322,7 +322,10 @@ class Player(ABC):
         waiting = [turn.rid for turn in self.loop.waiting_queue[1:]]
         behind = [f"s{self.turns[name]}" for name in waiting if name in self.turns]
         is_held = any(name in held and _waits(sessions[name]) for name in behind)
-        return BEHIND if is_held else ""
+        if is_held:
+            return BEHIND
+        batch = self.loop.running_batch
+        return FULL if batch and batch.batch_is_full and batch.is_empty() else ""
 
     def end(self, name: str, req: Any) -> None:
         """Take what a request said, and compare."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import io
 import json
 import re
 import signal
@@ -13,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from lab.engines import limit
+from lab.engines import limit, server
 from lab.engines.case import Case, Verb
 from lab.engines.command import printed_objects, tell
 from lab.engines.device import Finding
-from lab.engines.known import ENDED, KNOWN, RESUMES, VICTIM, KnownFault, known_fault, ordered
+from lab.engines.known import ENDED, FULL, KNOWN, RESUMES, VICTIM, KnownFault, known_fault, ordered
 from lab.engines.releases import RELEASES, ROOT, fetch, release_path
 from lab.engines.report import LAW_TEXTS, write_report
+from lab.engines.server import Engine
 from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
 from lab.engines.sglang_cases import past_case, sglang_case
 from lab.engines.shrink import shrunk
@@ -185,12 +187,50 @@ def test_the_least_pool_lacks_the_states_of_a_pipelines_stages(
     assert (fault is not None and "states-of-stages" in fault.thread) == is_known
 
 
+@pytest.mark.parametrize(
+    ("finding", "first", "last", "good", "thread"),
+    [
+        (Finding("order", "late write", ""), "0.16.0", "0.23.0", "0.24.0", "vLLM #45357"),
+        (Finding("progress", "endless", ""), "0.24.0", "0.29.0", "0.33.0", "vLLM #49674"),
+        (Finding("text", "turn", ""), "0.16.0", "0.26.0", "0.27.0", "read: `num_stale_output"),
+    ],
+)
+def test_faults_of_steps_in_flight_are_known_in_pipelines(
+    finding: Finding, first: str, last: str, good: str, thread: str
+) -> None:
+    case = vllm_case(0, "connector")
+    connector = case.settings["connector"] | {"is_async": True}
+    settings = case.settings | {"connector": connector, "stages": 2, "asynchronous": False}
+    case = dataclasses.replace(case, settings=settings, verbs=())
+    for release in (first, last):
+        threads = [
+            fault.thread for fault in KNOWN if fault.explains(f"vllm-{release}", case, finding)
+        ]
+        assert any(name.startswith(thread) for name in threads)
+    alone = dataclasses.replace(case, settings=settings | {"stages": 1})
+    for release, other in ((good, case), (first, alone)):
+        threads = [
+            fault.thread for fault in KNOWN if fault.explains(f"vllm-{release}", other, finding)
+        ]
+        assert not any(name.startswith(thread) for name in threads)
+
+
 def test_a_stuck_loop_is_known_where_the_first_locks_a_window_of_the_cache() -> None:
     case, text = past_case(24, "window"), "the loop is stuck: 1 requests wait"
     fault = known_fault("sglang-0.5.13.post1", case, Finding("progress", "turn", text + RESUMES))
     assert fault is not None and fault.thread == "SGLang #32379"
     assert known_fault("sglang-0.5.13.post1", case, Finding("progress", "turn", text)) is None
     assert known_fault("sglang-0.5.20", case, Finding("progress", "turn", text + RESUMES)) is None
+
+
+def test_a_stuck_loop_is_known_where_the_batch_is_marked_as_full_for_nothing() -> None:
+    turn = Verb(1, "turn", {"number": 1, "length": 1, "most": 1, "session": 0})
+    case = dataclasses.replace(past_case(1, "sessions"), verbs=(turn,))
+    text = "the loop is stuck: 1 requests wait"
+    fault = known_fault("sglang-0.5.11", case, Finding("progress", "turn", text + FULL))
+    assert fault is not None and "#28530" in fault.thread
+    assert known_fault("sglang-0.5.11", case, Finding("progress", "turn", text)) is None
+    assert known_fault("sglang-0.5.23", case, Finding("progress", "turn", text + FULL)) is None
 
 
 def test_an_alarm_that_stays_where_it_is_hides_no_other_one() -> None:
@@ -271,6 +311,36 @@ def test_a_case_hangs_by_its_cpu_time_and_not_while_its_process_waits(
     assert limit.within_limit(waits, case) == []
     assert [found.where for found in limit.within_limit(loops, case)] == ["hang"]
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_a_family_that_the_engine_does_not_have_is_refused() -> None:
+    engine = Engine(vllm_case, lambda _: [], PLAIN, VLLM_FAMILIES)
+    with pytest.raises(SystemExit, match=r"one of plain, window, .*, images, got 'decode'"):
+        next(server.hunt("vllm-0.33.0", {"family": "decode", "jobs": 0}, engine))
+
+
+def test_a_hunt_ends_by_its_cpu_time_and_not_while_its_process_waits() -> None:
+    """As many cases are run on a loaded machine as on one that is alone."""
+
+    def waits(_: Case) -> list[Finding]:
+        time.sleep(0.03)
+        return []
+
+    def computes(_: Case) -> list[Finding]:
+        until = time.process_time() + 0.03
+        while time.process_time() < until:
+            pass
+        return []
+
+    job = {"family": "plain", "seed": 1, "seconds": 0.1, "cases": 8, "known": False}
+    ran = []
+    for run in (waits, computes):
+        out = io.StringIO()
+        server._work(
+            "vllm-0.33.0", job, Engine(vllm_case, run, PLAIN, VLLM_FAMILIES), run, range(100), out
+        )
+        ran.append(json.loads(out.getvalue())["cases"])
+    assert ran[0] == 8 and 2 <= ran[1] < 8
 
 
 #: The newest releases that are unpacked by `make lab-engines`.

@@ -1,4 +1,7 @@
-"""For SGLang's test/registered/unit/session: turns that are retracted, or come with another key."""
+"""For SGLang's test/registered/unit/session: what a turn leaves to its session and to the tree.
+
+Turns overlap, are retracted, come with another key, or end with a token that has no KV.
+"""
 
 import unittest
 from array import array
@@ -64,11 +67,12 @@ class TestSessionTurns(unittest.TestCase):
                 tree_components=(ComponentType.FULL,),
             )
         )
+        self.texts = {}  # of each slot: the text whose KV was written there
         self.sessions = SessionController(self.cache)
         self.sessions.open(OpenSessionReqInput(capacity_of_str_len=1 << 20, session_id="s", streaming=True))
 
-    def run_turn(self, rid, tokens, **keys):
-        """Prefill a turn as the scheduler does; return the request and its cached length."""
+    def ask(self, rid, tokens, **keys):
+        """Create the request of a turn."""
         sampling = SamplingParams(max_new_tokens=8)
         sampling.normalize(None)
         asked = TokenizedGenerateReqInput(
@@ -77,22 +81,51 @@ class TestSessionTurns(unittest.TestCase):
             return_logprob=False, logprob_start_len=-1, top_logprobs_num=0,
             token_ids_logprob=None, stream=False, session_params=SessionParams(id="s"), **keys,
         )  # fmt: skip
-        req = self.sessions.get("s").create_req(asked, None, 1000, eos_token_ids={2})
-        req.init_next_round_input(self.cache)
-        req.lock = self.cache.lock(req.last_node)
-        cached, length = req.prefix_len, len(req.origin_input_ids)
-        is_fresh = not req.kv.holds_kv
-        hit = self.cache.prefix_device_indices(req) if is_fresh else None
-        [row] = self.rows.alloc([req])
-        if is_fresh:
-            self.rows.req_to_token[row, :cached] = hit
-        new = self.allocator.alloc(length - cached)
-        self.rows.req_to_token[row, cached:length] = new
-        req.kv.kv_allocated_len = req.kv.kv_committed_len = length
-        self.cache.maybe_hand_to_session(req)
-        self.cache.checkpoint(req, up_to=length)
-        req.output_ids.append(9)  # said by the prefill; it has no KV yet
-        return req, cached
+        return self.sessions.get("s").create_req(asked, None, 1000, eos_token_ids={2})
+
+    def prefill(self, *batch):
+        """Prefill requests as the scheduler does, who matches all of them first."""
+        for req in batch:
+            req.init_next_round_input(self.cache)
+            req.lock = self.cache.lock(req.last_node)
+        for req in batch:
+            cached, length = req.prefix_len, len(req.origin_input_ids)
+            is_fresh = not req.kv.holds_kv
+            hit = self.cache.prefix_device_indices(req) if is_fresh else None
+            [row] = self.rows.alloc([req])
+            if is_fresh:
+                self.rows.req_to_token[row, :cached] = hit
+            new = self.allocator.alloc(length - cached)
+            self.rows.req_to_token[row, cached:length] = new
+            req.kv.kv_allocated_len = req.kv.kv_committed_len = length
+            self.write(new, req.origin_input_ids)
+            self.cache.maybe_hand_to_session(req)
+        for req in batch:
+            self.cache.checkpoint(req, up_to=len(req.origin_input_ids))
+            req.output_ids.append(9)  # said by the prefill; it has no KV yet
+
+    def run_turn(self, rid, tokens, **keys):
+        """Prefill a turn; return the request and its cached length."""
+        req = self.ask(rid, tokens, **keys)
+        self.prefill(req)
+        return req, req.prefix_len
+
+    def run_round(self, req, drafts, correct, bonus):
+        """Verify drafts: the KV of the last token and of all of them is written."""
+        written = req.origin_input_ids + req.output_ids + array("q", drafts)
+        start = req.kv.kv_committed_len
+        new = self.allocator.alloc(len(written) - start)
+        self.rows.req_to_token[req.kv.req_pool_idx, start : len(written)] = new
+        self.write(new, written)
+        req.output_ids.extend([*drafts[:correct], bonus])
+        req.kv.kv_allocated_len = len(written)
+        req.kv.kv_committed_len = start + 1 + correct
+
+    def write(self, slots, text):
+        """Note that slots get the KV of the last tokens of a text."""
+        start = len(text) - len(slots)
+        for at, slot in enumerate(slots.tolist(), start + 1):
+            self.texts[slot] = tuple(text[:at])
 
     def end(self, req, reason):
         req.finished_reason = reason
@@ -102,6 +135,38 @@ class TestSessionTurns(unittest.TestCase):
         self.sessions.close(CloseSessionReqInput(session_id="s"))
         self.cache.evict(EvictParams(num_tokens=SLOTS))
         return self.allocator.available_size(), self.rows.available_size()
+
+    def test_a_turn_that_is_refused_leaves_the_running_one_its_session(self):
+        first, _ = self.run_turn("1", range(3, 13))
+        refused, _ = self.run_turn("2", range(20, 25))
+        self.end(refused, FINISH_ABORT())
+        self.assertIsNotNone(self.ask("3", range(30, 33)).to_finish)  # the first one still runs
+        self.end(first, FINISH_LENGTH(1))
+        last, cached = self.run_turn("4", range(40, 43))
+        self.assertEqual(cached, 10)
+        self.end(last, FINISH_LENGTH(1))
+        self.assertEqual(self.close(), (SLOTS, ROWS))
+
+    def test_a_turn_that_is_refused_runs_in_one_batch_with_the_first_one(self):
+        first, refused = self.ask("1", range(3, 13)), self.ask("2", range(20, 25))
+        self.prefill(first, refused)
+        self.end(refused, FINISH_ABORT())
+        self.end(first, FINISH_LENGTH(1))
+        self.assertEqual(self.close(), (SLOTS, ROWS))
+
+    def test_an_aborted_turn_publishes_no_kv_of_a_rejected_draft(self):
+        first, _ = self.run_turn("1", range(3, 13))
+        self.run_round(first, drafts=[50, 51, 52], correct=1, bonus=60)
+        self.end(first, FINISH_LENGTH(3))
+        second, _ = self.run_turn("2", range(20, 25))
+        self.end(second, FINISH_ABORT())
+        text = second.origin_input_ids
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(text, None)))
+        slots = self.cache.path_device_indices(found.last_device_node).tolist()
+        self.assertGreater(len(slots), 0)
+        for at, slot in enumerate(slots, 1):
+            self.assertEqual(self.texts[slot], tuple(text[:at]))
+        self.assertEqual(self.close(), (SLOTS, ROWS))
 
     def test_a_retracted_turn_is_not_history_and_its_session_can_be_closed(self):
         first, _ = self.run_turn("1", range(3, 13))
