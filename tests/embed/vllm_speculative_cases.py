@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm_plugin import SIZE, ours, with_plugin
@@ -139,6 +140,22 @@ def hit(managed: Any, behind: int) -> int:
     """Return the tokens that are found of the text of `fill` that goes on with `behind`."""
     found: int = managed.get_computed_blocks(request("b", [*range(2 * SIZE), behind, 0], SIZE))[1]
     return found
+
+
+@pytest.mark.parametrize("last", [7, 8])
+def test_a_hit_is_looked_up_once_and_without_a_proof_is_vllms(last: int) -> None:
+    answers = []
+    for cls in (OWN_POOL, ours()):
+        managed = eagle(cls)
+        admit(managed, request("a", [*range(3 * SIZE), 7], SIZE))
+        pool, wanted = managed.block_pool, request("b", [*range(3 * SIZE), last], SIZE)
+        pool.get_cached_block = Mock(wraps=pool.get_cached_block)
+        blocks, known, _ = managed.get_computed_blocks(wanted)
+        assert pool.get_cached_block.call_count == 3
+        answers.append((blocks.get_block_ids(), known))
+    own, found = answers
+    assert own == (([1, 2],), 2 * SIZE)
+    assert found == ((([1, 2, 3],), 3 * SIZE) if last == 7 else own)
 
 
 @pytest.mark.parametrize("is_freed", [False, True])
@@ -331,6 +348,9 @@ def test_drafters_of_another_text_keep_vllms_reserve(
 
     target = next(iter(drafters.DRAFTERS))
     monkeypatch.setitem(drafters.DRAFTERS, target, {"0.33.0": "another"})
+    speculative._unknown_drafters.cache_clear()
+    assert lookahead(0) == 0
+    assert caplog.messages == []  # such a drafter costs no slot
     for trusted, left in ((None, 5), ("trust", 4)):
         speculative._unknown_drafters.cache_clear()
         if trusted:

@@ -70,9 +70,9 @@ def reserve_what_is_written(scheduler: Any, spec: Any) -> None:
         scheduler: vLLM's; it has reserved nothing yet.
         spec: vLLM's settings of the drafter.
     """
-    unknown = _unknown_drafters()
-    if not unknown and scheduler.num_lookahead_tokens <= 0:
+    if scheduler.num_lookahead_tokens <= 0:
         return
+    unknown = _unknown_drafters()
     why = unknown[0] if unknown else _why_none_is_spare(spec)
     if why:
         _say(f"a round reserves as much as vLLM does: {why}")
@@ -232,7 +232,8 @@ def _find_longest_cache_hit(original: Any, pool: Any, *args: Any, **kwargs: Any)
         return whole
     proved = _proved(pool, blocks[-1], tokens[length])
     if proved is None:
-        return original(*args, **kwargs)
+        del blocks[-1]  # as vLLM does, without a second lookup
+        return (blocks,), length - pool.hash_block_size
     blocks[-1] = proved
     _kept_hits[0] += 1
     return whole
