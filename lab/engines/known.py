@@ -533,6 +533,16 @@ KNOWN = (
         says=FULL,
     ),
     KnownFault(
+        "a turn that is aborted in the queue stays its session's turn, and that never closes",
+        "sglang",
+        "0.5.11",
+        "0.5.14",  # the last one here of those loops
+        ("conservation", "progress"),
+        lambda case: _plays(case, "turn") and _plays(case, "abort"),
+        "SGLang #31765",
+        says=UNCLOSED,
+    ),
+    KnownFault(
         "taking a row evicts no cached state",
         "sglang",
         "0.5.3",

@@ -18,7 +18,17 @@ from lab.engines import limit, server
 from lab.engines.case import Case, Verb
 from lab.engines.command import printed_objects, tell
 from lab.engines.device import Finding
-from lab.engines.known import ENDED, FULL, KNOWN, RESUMES, VICTIM, KnownFault, known_fault, ordered
+from lab.engines.known import (
+    ENDED,
+    FULL,
+    KNOWN,
+    RESUMES,
+    UNCLOSED,
+    VICTIM,
+    KnownFault,
+    known_fault,
+    ordered,
+)
 from lab.engines.releases import RELEASES, ROOT, fetch, release_path
 from lab.engines.report import LAW_TEXTS, write_report
 from lab.engines.server import Engine
@@ -223,14 +233,21 @@ def test_a_stuck_loop_is_known_where_the_first_locks_a_window_of_the_cache() -> 
     assert known_fault("sglang-0.5.20", case, Finding("progress", "turn", text + RESUMES)) is None
 
 
-def test_a_stuck_loop_is_known_where_the_batch_is_marked_as_full_for_nothing() -> None:
+@pytest.mark.parametrize(
+    ("law", "note", "thread"),
+    [("progress", FULL, "#28530"), ("conservation", UNCLOSED, "#31765")],
+)
+def test_faults_of_sessions_until_0_5_14_are_known_by_their_notes(
+    law: str, note: str, thread: str
+) -> None:
     turn = Verb(1, "turn", {"number": 1, "length": 1, "most": 1, "session": 0})
-    case = dataclasses.replace(past_case(1, "sessions"), verbs=(turn,))
-    text = "the loop is stuck: 1 requests wait"
-    fault = known_fault("sglang-0.5.11", case, Finding("progress", "turn", text + FULL))
-    assert fault is not None and "#28530" in fault.thread
-    assert known_fault("sglang-0.5.11", case, Finding("progress", "turn", text)) is None
-    assert known_fault("sglang-0.5.23", case, Finding("progress", "turn", text + FULL)) is None
+    verbs = (turn, Verb(1, "abort", {"number": 1}))
+    case = dataclasses.replace(past_case(1, "sessions"), verbs=verbs)
+    fault = known_fault("sglang-0.5.11", case, Finding(law, "turn", f"broken{note}"))
+    assert fault is not None and thread in fault.thread
+    assert known_fault("sglang-0.5.11", case, Finding(law, "turn", "broken")) is None
+    later = known_fault("sglang-0.5.23", case, Finding(law, "turn", f"broken{note}"))
+    assert later is None or thread not in later.thread
 
 
 def test_an_alarm_that_stays_where_it_is_hides_no_other_one() -> None:
