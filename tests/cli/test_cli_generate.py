@@ -209,13 +209,13 @@ def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
     A fifth of the texts differ; which ones, depends on the processor. The table tells of the runs
     that the JSON tells of, which take seconds.
     """
-    timed, found = generate.timed, {}
+    timed, results = generate.timed, {}
 
     def once(engine, prompts, *args, shape=None, **callbacks):
-        of_these = len(prompts), shape
-        if of_these not in found:
-            found[of_these] = timed(engine, prompts, *args, shape=shape, **callbacks)
-        return found[of_these]
+        key = len(prompts), shape
+        if key not in results:
+            results[key] = timed(engine, prompts, *args, shape=shape, **callbacks)
+        return results[key]
 
     monkeypatch.setattr(generate, "timed", once)
     options = ["-n", "60", "--dtype", "bfloat16"]

@@ -134,8 +134,8 @@ def test_an_engine_runs_on_a_card(case, dtype, how, card, caplog):
     """Law: nothing of a step is on the wrong device, waits for it, or cannot be captured."""
     caplog.set_level(logging.WARNING)
     shape, options, params = CASES[case]
-    most = options.get("max_batch", 4)
-    sizes = {"captured": (1, most), "captured and overlapped": (most,)}.get(how, ())
+    batch = options.get("max_batch", 4)
+    sizes = {"captured": (1, batch), "captured and overlapped": (batch,)}.get(how, ())
     with build(shape, **{**HOW[how], **options, "dtype": dtype, "graph_sizes": sizes}) as engine:
         run(engine, params)
         stats = engine.stats()

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,6 +295,23 @@ def test_what_takes_the_place_of_a_call_has_its_parameters_and_defaults() -> Non
     assert [(p.name, p.kind, p.default) for p in mine.parameters.values()] == [
         (p.name, p.kind, p.default) for p in own.parameters.values()
     ]
+
+
+@pytest.mark.parametrize("method", ["_allocate_known", "_allocate_unknown"])
+def test_a_request_is_named_where_its_blocks_are_taken(method: str) -> None:
+    """Also in a release whose method has another text: there vLLM's is wrapped."""
+    from specpool.plugins.vllm import request_names
+
+    ids = []
+    for cls in (OWN_POOL, ours()):
+        managed = manager(cls, 8, SIZE)
+        coordinator = managed.coordinator
+        if cls is not OWN_POOL:
+            function = getattr(request_names, method)
+            coordinator.allocate_new_blocks = MethodType(function, coordinator)
+        ids.append(admit(managed, request("r", range(2 * SIZE), SIZE)))
+    assert ids[0] == ids[1] == [0, 1, 2]
+    assert [managed.block_pool.core.record_of(block)[2] for block in (1, 2)] == ["r", "r"]
 
 
 def test_no_call_of_a_round_is_wrapped() -> None:

@@ -138,8 +138,8 @@ def fill(managed: Any, name: str = "a") -> Any:
 
 def hit(managed: Any, behind: int) -> int:
     """Return the tokens that are found of the text of `fill` that goes on with `behind`."""
-    found: int = managed.get_computed_blocks(request("b", [*range(2 * SIZE), behind, 0], SIZE))[1]
-    return found
+    known: int = managed.get_computed_blocks(request("b", [*range(2 * SIZE), behind, 0], SIZE))[1]
+    return known
 
 
 @pytest.mark.parametrize("last", [7, 8])
@@ -153,9 +153,9 @@ def test_a_hit_is_looked_up_once_and_without_a_proof_is_vllms(last: int) -> None
         blocks, known, _ = managed.get_computed_blocks(wanted)
         assert pool.get_cached_block.call_count == 3
         answers.append((blocks.get_block_ids(), known))
-    own, found = answers
-    assert own == (([1, 2],), 2 * SIZE)
-    assert found == ((([1, 2, 3],), 3 * SIZE) if last == 7 else own)
+    dropped, proved = answers
+    assert dropped == (([1, 2],), 2 * SIZE)
+    assert proved == ((([1, 2, 3],), 3 * SIZE) if last == 7 else dropped)
 
 
 @pytest.mark.parametrize("is_freed", [False, True])

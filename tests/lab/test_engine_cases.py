@@ -218,9 +218,9 @@ def test_faults_of_steps_in_flight_are_known_in_pipelines(
         ]
         assert any(name.startswith(thread) for name in threads)
     alone = dataclasses.replace(case, settings=settings | {"stages": 1})
-    for release, other in ((good, case), (first, alone)):
+    for release, clean in ((good, case), (first, alone)):
         threads = [
-            fault.thread for fault in KNOWN if fault.explains(f"vllm-{release}", other, finding)
+            fault.thread for fault in KNOWN if fault.explains(f"vllm-{release}", clean, finding)
         ]
         assert not any(name.startswith(thread) for name in threads)
 

@@ -161,8 +161,8 @@ class TestSessionTurns(unittest.TestCase):
         second, _ = self.run_turn("2", range(20, 25))
         self.end(second, FINISH_ABORT())
         text = second.origin_input_ids
-        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(text, None)))
-        slots = self.cache.path_device_indices(found.last_device_node).tolist()
+        hit = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(text, None)))
+        slots = self.cache.path_device_indices(hit.last_device_node).tolist()
         self.assertGreater(len(slots), 0)
         for at, slot in enumerate(slots, 1):
             self.assertEqual(self.texts[slot], tuple(text[:at]))
@@ -198,8 +198,8 @@ class TestSessionTurns(unittest.TestCase):
         held = []
         for adapter in ("a", "b"):
             key = RadixKey(array("q", range(3, 13)), adapter)
-            found = self.cache.match_prefix(MatchPrefixParams(key=key))
-            path = self.cache.path_device_indices(found.last_device_node)
+            hit = self.cache.match_prefix(MatchPrefixParams(key=key))
+            path = self.cache.path_device_indices(hit.last_device_node)
             held.append(set(path.tolist()))
         self.assertFalse(held[0] & held[1])
         self.assertEqual(self.close(), (SLOTS, ROWS))
