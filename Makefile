@@ -70,7 +70,8 @@ engine-releases: engines ## fetch the releases of SGLang and vLLM (1 GB), and wr
 
 # The releases in which published faults were last bad and first good, and today's.
 RELEASES ?= vllm-0.14.1 vllm-0.16.0 vllm-0.21.0 vllm-0.22.0 vllm-0.22.1 vllm-0.23.0 vllm-0.24.0 vllm-0.25.1 vllm-0.26.0 vllm-0.27.0 \
-	vllm-0.33.0 sglang-0.5.23
+	vllm-0.33.0 sglang-0.5.1.post3 sglang-0.5.2 sglang-0.5.3.post3 sglang-0.5.4 sglang-0.5.10.post1 sglang-0.5.11 sglang-0.5.13.post1 \
+	sglang-0.5.14 sglang-0.5.23
 lab-engines: engines ## unpack releases of engines side by side, for `python -m lab engines` (RELEASES="vllm-0.33.0 ...")
 	$(BIN)/python -m lab.engines.releases $(RELEASES)
 

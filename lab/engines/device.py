@@ -15,6 +15,8 @@ import numpy as np
 
 from lab.engines.content import Keys
 
+#: In the place of a law: the engine was not made with the settings of a case, and nothing ran.
+SETUP = "setup"
 #: The key of a slot that nobody has written.
 UNWRITTEN = 0
 

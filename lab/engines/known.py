@@ -32,6 +32,8 @@ NEAR_POOL = ", and the first that waits leaves less than a page of the pool"
 RESUMES = ", and the first that waits resumes on a cached prefix of a window or more"
 FULL = ", and the batch is marked as full though nothing runs"
 BEHIND = ", and a turn waits behind it whose session holds slots and is closed when the turn ends"
+#: Of a case that was clean until a flush emptied the pools although requests were under way.
+FLUSHED = ", after a flush with requests under way"
 #: What silently wrong KV breaks, whoever looks first.
 WRONG_KV = ("cache truth", "content", "text")
 
@@ -255,6 +257,17 @@ KNOWN = (
         stays=True,
     ),
     KnownFault(
+        "a turn that is retracted counts as the last one of its session, even if it is aborted",
+        "sglang",
+        "0.5.11",
+        "0.5.23",
+        ("text",),
+        lambda case: _plays(case, "turn", 2) and _plays(case, "abort"),
+        "SGLang #40252 (open)",
+        "prompt of a turn",
+        RETRACTED,
+    ),
+    KnownFault(
         "a victim of the priority policy that was scheduled in the same step leaves hashes of "
         "blocks that nobody writes",
         "vllm",
@@ -315,7 +328,7 @@ KNOWN = (
         "sglang",
         "0.5.10",
         "0.5.23",
-        ("content", "rows", "exception", "conservation", "progress", "text"),
+        ("content", "rows", "exception", "conservation", "one owner", "progress", "text"),
         _overlaps,
         "SGLang #36503, #40250, #36475, #40252 (open)",
     ),
@@ -588,5 +601,6 @@ KNOWN = (
         ("exception", "progress", "content", "rows", "conservation", "one owner", "text"),
         lambda case: _plays(case, "flush"),
         "read: `is_fully_idle` in 0.5.10",
+        says=FLUSHED,
     ),
 )

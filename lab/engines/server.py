@@ -19,7 +19,7 @@ from typing import Any
 
 from lab.engines import shim
 from lab.engines.case import Case
-from lab.engines.device import Finding
+from lab.engines.device import SETUP, Finding
 from lab.engines.known import KnownFault, known_fault, ordered
 from lab.engines.limit import within_limit
 from lab.engines.shrink import shrunk
@@ -70,7 +70,7 @@ def hunt(release: str, job: dict[str, Any], engine: Engine) -> Iterator[dict[str
     """Run seeds for some CPU seconds in each process; yield each alarm, then the counts.
 
     Raises:
-        SystemExit: the engine has no such family.
+        SystemExit: there is no such family, or not in this release.
     """
     if job["family"] not in engine.families:
         families = ", ".join(engine.families)
@@ -87,19 +87,23 @@ def hunt(release: str, job: dict[str, Any], engine: Engine) -> Iterator[dict[str
         os.close(there)
         pipes.append(open(here, encoding="utf-8"))
     counts: dict[str, Any] = {"cases": 0, "cpu": 0.0, "known": {}}
+    refusals: list[str] = []
     for pipe in pipes:
-        for line in pipe:
-            told = json.loads(line)
-            if "alarm" in told:
-                yield told
-                continue
-            counts["cases"] += told["cases"]
-            counts["cpu"] += told["cpu"]
-            for name, number in told["known"].items():
-                counts["known"][name] = counts["known"].get(name, 0) + number
-    while jobs:
+        with pipe:
+            for told in map(json.loads, pipe):
+                if "alarm" in told:
+                    yield told
+                elif "refused" in told:
+                    refusals.append(told["refused"])
+                else:
+                    counts["cases"] += told["cases"]
+                    counts["cpu"] += told["cpu"]
+                    for name, number in told["known"].items():
+                        counts["known"][name] = counts["known"].get(name, 0) + number
+    for _ in pipes:
         os.wait()
-        jobs -= 1
+    if refusals:
+        raise SystemExit(f"family {job['family']!r} does not run in {release}: {refusals[0]}")
     yield counts
 
 
@@ -125,6 +129,9 @@ def _work(
         cases += 1
         if not findings:
             continue
+        if findings[0].law == SETUP:
+            print(json.dumps({"refused": findings[0].text}), file=out, flush=True)
+            return
         fault: KnownFault | None = known_fault(release, case, findings[0])
         if fault is not None and not job["known"]:
             known[fault.thread] = known.get(fault.thread, 0) + 1

@@ -47,7 +47,7 @@ class LateReceiver:
         self.at = self.due = 0  # where its first token is to be, and the turn
         self.has_failed = self.has_landed = False
 
-    def init(self, kv_indices: Any, aux_index: int) -> None:
+    def init(self, kv_indices: Any, aux_index: int, *_: Any) -> None:
         """Its row is allocated, and the other side starts to write."""
         settings, tick = self.loop.settings, self.loop.traffic.tick
         self.pages, self.at = kv_indices, aux_index

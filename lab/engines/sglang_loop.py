@@ -109,9 +109,9 @@ class NewestPlayer(Player):
         """Resume, as over HTTP."""
         self.loop.continue_generation(ContinueGenerationReqInput())
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         """Flush, as over HTTP."""
-        self.loop.flush_cache(empty_cache=False)
+        return bool(self.loop.flush_cache(empty_cache=False))
 
     def arrive(
         self, name: str, tokens: list[int], most: int, adapter: int, session: str | None

@@ -21,7 +21,6 @@ from sglang.srt import server_args
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers import io_struct, scheduler, tp_worker
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.server_args import ServerArgs
@@ -323,14 +322,11 @@ class PastPlayer(Player):
         """Return the scheduler; what it makes of a request is taken when it is queued."""
         loop: Any = PastLoop(self.case.settings, self.case.seed)
         self.arriving, self.is_evicted = 0, False
-        self.new: list[int] = []  # tokens that the turn that comes adds
-        self.histories: dict[int, list[list[int]]] = {}  # of sessions; a tail may count or not
         queue = loop._add_request_to_queue
 
         def add(req: Any, *args: Any, **given: Any) -> None:
             if req.rid not in self.running:
                 self.admit(req, self.arriving)
-                self._expect_history(req)
             queue(req, *args, **given)
 
         loop._add_request_to_queue = add
@@ -338,29 +334,6 @@ class PastPlayer(Player):
         if hasattr(loop, "ipc_channels"):
             object.__setattr__(loop.ipc_channels, "send_to_tokenizer", loop.send_to_tokenizer)
         return loop
-
-    def _expect_history(self, req: Any) -> None:
-        """A turn's prompt is what its session's finished turns read and said, and new tokens."""
-        if req.rid not in self.turns or self.case.settings["overlaps"]:
-            return
-        if req.finished() or getattr(req, "to_finish", None):  # it is refused
-            return
-        prompt = list(req.origin_input_ids)
-        histories = self.histories.get(self.turns[req.rid], [[]])
-        if all(prompt != history + self.new for history in histories):
-            text = (
-                f"{req.rid} has {len(prompt)} tokens, its history and what is new {len(self.new)}"
-            )
-            lengths = " or ".join(str(len(history)) for history in histories)
-            self.findings.append(Finding("text", "prompt of a turn", f"{text} and {lengths}"))
-
-    def end(self, name: str, req: Any) -> None:
-        """Take what a request said; of a turn it is part of the history, if it was not aborted."""
-        super().end(name, req)
-        if name in self.turns and not isinstance(req.finished_reason, FINISH_ABORT):
-            prompt, said = list(req.origin_input_ids), list(req.output_ids)
-            tail = said[: req.sampling_params.max_new_tokens]
-            self.histories[self.turns[name]] = [self.ended[name], prompt + tail]
 
     def make_accounts(self) -> PastAccounts:
         """Return accounts of pages and rows."""
@@ -398,9 +371,9 @@ class PastPlayer(Player):
         if hasattr(self.loop, "pause_generation"):
             self.loop.continue_generation(io_struct.ContinueGenerationReqInput())
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         """Flush, as over HTTP."""
-        self.loop.flush_cache()
+        return bool(self.loop.flush_cache())
 
     def arrive(
         self, name: str, tokens: list[int], most: int, adapter: int, session: str | None
@@ -426,7 +399,7 @@ class PastPlayer(Player):
         }
         kind = io_struct.TokenizedGenerateReqInput
         names = inspect.signature(kind).parameters
-        self.arriving, self.new = adapter, tokens
+        self.arriving = adapter
         asked = kind(**{part: value for part, value in given.items() if part in names})
         self.loop.handle_generate_request(asked)
 

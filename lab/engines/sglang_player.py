@@ -23,8 +23,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from lab.engines.case import Case
 from lab.engines.content import STOP, Text, tokens_of
-from lab.engines.device import Finding
-from lab.engines.known import BEHIND, ENDED, FULL, NEAR_POOL, RESUMES, RETRACTED, UNCLOSED
+from lab.engines.device import SETUP, Finding
+from lab.engines.known import BEHIND, ENDED, FLUSHED, FULL, NEAR_POOL, RESUMES, RETRACTED, UNCLOSED
 from lab.engines.laws import LAWS
 from lab.engines.limit import within_limit
 
@@ -66,9 +66,11 @@ def in_a_fork(run: Callable[[Case], list[Finding]], case: Case) -> list[Finding]
 def played(player_of: Callable[[Case], Player], case: Case) -> list[Finding]:
     """Play a case; return what it broke, what tells most in front."""
     findings: list[Finding] = []
-    player = None
     try:
         player = player_of(case)
+    except Exception as error:
+        return [Finding(SETUP, "the loop", f"{type(error).__name__}: {error}")]
+    try:
         player.run()
         player.look("rest")
     except Exception as error:  # an engine that dies has broken a law
@@ -78,25 +80,21 @@ def played(player_of: Callable[[Case], Player], case: Case) -> list[Finding]:
         if PACKAGE not in last.filename:
             where = "the loop"
         if str(error).startswith(STUCK):
-            note = player.stuck_note() if player is not None else ""
-            findings.append(Finding("progress", "turn", str(error) + note))
+            findings.append(Finding("progress", "turn", str(error) + player.stuck_note()))
         else:
             text = "".join(traceback.format_tb(error.__traceback__)[-2:])
             findings.append(Finding("exception", where, f"{type(error).__name__}: {error}\n{text}"))
-    if player is None:
-        return findings
-    note = UNCLOSED if player.waits_to_close() else ""
-    findings = [dataclasses.replace(alarm, text=alarm.text + note) for alarm in findings]
     seen = dict.fromkeys(player.loop.simulated.faults)
     read = [_content(text, player.turns) for text in seen]
     # What reaches a request outside of the session is the worse fault.
     read.sort(key=lambda found: "turn" in found.where)
-    leaks = [Finding("conservation", "idle", text + note) for text in player.leaks()]
-    misuses = [
+    leaks = [Finding("conservation", "idle", text) for text in player.leaks()]
+    misuses = player.accounts.device.findings
+    note = player.flush_note + (UNCLOSED if player.waits_to_close() else "")
+    return [
         dataclasses.replace(alarm, text=alarm.text + note)
-        for alarm in player.accounts.device.findings
+        for alarm in [*read, *misuses, *player.findings, *leaks, *findings]
     ]
-    return [*read, *misuses, *player.findings, *leaks, *findings]
 
 
 def _waits(session: Any) -> bool:
@@ -155,11 +153,15 @@ class Player(ABC):
         self.ended: dict[str, list[int]] = {}  # prompt and answer
         self.adapters: dict[str, int] = {}  # by request; 0 is none
         self.turns: dict[str, int] = {}  # requests that are turns, and their sessions
+        self.new: list[int] = []  # tokens that the turn that comes adds
+        self.histories: dict[int, list[list[int]]] = {}  # of sessions; a tail may count or not
+        self.retracted: set[int] = set()  # sessions of which a turn was retracted
         self.open = set(range(settings["sessions"]))
         self.accounts = self.make_accounts()
         self.requests: list[Any] = []  # all that ever came
         #: Positions for which nobody may have written KV, by the key that they should hold.
         self.holes: dict[int, str] = {}
+        self.flush_note = ""
         self._note_reads()
         self._note_retractions()
 
@@ -200,8 +202,8 @@ class Player(ABC):
         """Generation goes on."""
 
     @abstractmethod
-    def flush(self) -> None:
-        """The caches are emptied, if the engine thinks that it is idle."""
+    def flush(self) -> bool:
+        """The caches are emptied, if the engine thinks that it is idle; return whether it does."""
 
     # What is known of wrong reads.
 
@@ -233,6 +235,7 @@ class Player(ABC):
     def _note_retraction(self, req: Any) -> None:
         text = self.loop.model_worker.texts[req.rid]
         self._leave_hole(text, len(req.origin_input_ids) + len(req.output_ids), RETRACTED)
+        self.retracted.add(self.turns[req.rid])
 
     def _leave_hole(self, text: Text, length: int, note: str) -> None:
         self.holes[int(text.keys(length - 1, length)[0])] = note
@@ -330,8 +333,7 @@ class Player(ABC):
     def end(self, name: str, req: Any) -> None:
         """Take what a request said, and compare."""
         del self.running[name]
-        said = list(req.output_ids)
-        said = said[: getattr(req, "finished_len", None)]  # old releases keep no more
+        said = list(req.output_ids)[: getattr(req, "finished_len", None)]  # if it keeps more
         self.ended[name] = list(req.origin_input_ids) + said
         text = self.loop.model_worker.texts[name]
         wanted, is_aborted = (
@@ -340,10 +342,29 @@ class Player(ABC):
         )
         if name in self.turns and not is_aborted:
             self._leave_hole(text, len(self.ended[name]), ENDED)
+            prompt, tail = list(req.origin_input_ids), list(req.output_ids)
+            tail = tail[: req.sampling_params.max_new_tokens]
+            self.histories[self.turns[name]] = [self.ended[name], prompt + tail]
         if not is_aborted and said != wanted:
             self.findings.append(
                 Finding("text", "end", f"{name} says {said}; alone it says {wanted}")
             )
+
+    def _expect_history(self, req: Any) -> None:
+        """A turn's prompt is what its session's finished turns read and said, and new tokens."""
+        if req.rid not in self.turns or self.case.settings["overlaps"]:
+            return
+        if req.finished() or getattr(req, "to_finish", None):  # it is refused
+            return
+        prompt, session = list(req.origin_input_ids), self.turns[req.rid]
+        histories = self.histories.get(session, [[]])
+        if all(prompt != history + self.new for history in histories):
+            lengths = " or ".join(str(len(history)) for history in histories)
+            text = (
+                f"{req.rid} has {len(prompt)} tokens, its history and what is new {lengths} and "
+                f"{len(self.new)}{RETRACTED if session in self.retracted else ''}"
+            )
+            self.findings.append(Finding("text", "prompt of a turn", text))
 
     # What a server calls.
 
@@ -376,8 +397,8 @@ class Player(ABC):
             )
             controller.open(opened)
         self.turns[name] = session
-        tokens = tokens_of(self.case.seed, 1000 + number, length)
-        self.arrive(name, tokens, most, adapter, f"s{session}")
+        self.new = tokens_of(self.case.seed, 1000 + number, length)
+        self.arrive(name, self.new, most, adapter, f"s{session}")
 
     def play_abort(self, number: int) -> None:
         """The client of a request leaves."""
@@ -395,7 +416,11 @@ class Player(ABC):
 
     def play_flush(self) -> None:
         """The caches are emptied, if the engine thinks that it is idle."""
-        self.flush()
+        is_clean = not (
+            self.findings or self.loop.simulated.faults or self.accounts.device.findings
+        )
+        if self.flush() and self.running and is_clean:
+            self.flush_note = FLUSHED
 
     def play_close(self, session: int) -> None:
         """A session is closed."""
@@ -428,3 +453,4 @@ class Player(ABC):
         self.most[name] = req.sampling_params.max_new_tokens
         self.running[name] = req
         self.requests.append(req)
+        self._expect_history(req)

@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from lab.engines.accounts import Accounts
 from lab.engines.case import Case, Verb
 from lab.engines.content import IMAGE, Text, tokens_of
-from lab.engines.device import Finding, LateDevice, LaunchedStep
+from lab.engines.device import SETUP, Finding, LateDevice, LaunchedStep
 from lab.engines.known import FAILED_LOAD, VICTIM
 from lab.engines.laws import LAWS, CachedEntry, EngineView, Lengths, RequestView
 from lab.engines.vllm_connector import LateConnector
@@ -44,20 +44,21 @@ PACKAGE = "/vllm/"
 
 def run_vllm(case: Case) -> list[Finding]:
     """Run a case; return what it broke, the first turn's findings alone."""
-    loop = None
     try:
         loop = VllmLoop(case)
+    except Exception as error:
+        return [Finding(SETUP, "the loop", f"{type(error).__name__}: {error}")]
+    try:
         loop.run()
     except Exception as error:  # an engine that dies has broken a law
         frames = traceback.extract_tb(error.__traceback__)
         inside = [frame for frame in frames if PACKAGE in frame.filename]
         last = inside[-1] if inside and frames[-1] in inside else None
         where = f"{last.filename.rpartition(PACKAGE)[2]}, {last.name}" if last else "the loop"
-        seen = loop.device.findings if loop is not None else []
         text = f"{type(error).__name__}: {error} ({where}:{last.lineno if last else ''})"
         if last is None:
             text += "".join(traceback.format_tb(error.__traceback__)[-3:])
-        return [*seen, Finding("exception", where, text)]
+        return [*loop.device.findings, Finding("exception", where, text)]
     return loop.device.findings
 
 

@@ -17,12 +17,14 @@ import pytest
 from lab.engines import limit, server
 from lab.engines.case import Case, Verb
 from lab.engines.command import printed_objects, tell
-from lab.engines.device import Finding
+from lab.engines.device import SETUP, Finding
 from lab.engines.known import (
     ENDED,
+    FLUSHED,
     FULL,
     KNOWN,
     RESUMES,
+    RETRACTED,
     UNCLOSED,
     VICTIM,
     KnownFault,
@@ -250,6 +252,27 @@ def test_faults_of_sessions_until_0_5_14_are_known_by_their_notes(
     assert later is None or thread not in later.thread
 
 
+def test_the_history_that_a_retracted_turn_leaves_is_known_by_its_note() -> None:
+    turns = (Verb(at, "turn", {"number": at, "session": 0}) for at in (1, 9))
+    case = dataclasses.replace(sglang_case(1, "sessions"), verbs=(*turns, Verb(2, "abort", {})))
+    long = Finding("text", "prompt of a turn", "1009 has 9 tokens, its history and new 0 and 4")
+    retracted = dataclasses.replace(long, text=long.text + RETRACTED)
+    for release in ("sglang-0.5.11", "sglang-0.5.23"):
+        fault = known_fault(release, case, retracted)
+        assert fault is not None and "#40252" in fault.thread
+        assert known_fault(release, case, long) is None
+
+
+def test_a_flush_is_known_to_spoil_only_what_was_under_way() -> None:
+    case = dataclasses.replace(past_case(1, "decode"), verbs=(Verb(2, "flush", {}),))
+    wrong = Finding("content", "target KV read of a plain request", "1000 reads 4 of 9 wrongly")
+    flushed = dataclasses.replace(wrong, text=wrong.text + FLUSHED)
+    fault = known_fault("sglang-0.5.2", case, flushed)
+    assert fault is not None and "is_fully_idle" in fault.thread
+    assert known_fault("sglang-0.5.2", case, wrong) is None
+    assert known_fault("sglang-0.5.10", case, flushed) is None
+
+
 def test_an_alarm_that_stays_where_it_is_hides_no_other_one() -> None:
     turn = {"length": 4, "most": 4, "session": 0}
     verbs = tuple(Verb(at, "turn", {"number": at, **turn}) for at in (1, 9))
@@ -334,6 +357,16 @@ def test_a_family_that_the_engine_does_not_have_is_refused() -> None:
     engine = Engine(vllm_case, lambda _: [], PLAIN, VLLM_FAMILIES)
     with pytest.raises(SystemExit, match=r"one of plain, window, .*, images, got 'decode'"):
         next(server.hunt("vllm-0.33.0", {"family": "decode", "jobs": 0}, engine))
+
+
+def test_a_family_with_which_a_release_cannot_be_made_is_refused_and_raises_no_alarm() -> None:
+    refusal = Finding(SETUP, "the loop", "TypeError: 8 arguments were given")
+    engine = Engine(vllm_case, lambda _: [refusal], PLAIN, VLLM_FAMILIES)
+    job = {"family": "window", "seed": 1, "seconds": 9, "cases": 4, "jobs": 2, "known": True}
+    told = []
+    with pytest.raises(SystemExit, match=r"'window' does not run in vllm-0\.9\.9: .* 8 arguments"):
+        told += server.hunt("vllm-0.9.9", job, engine)
+    assert told == []
 
 
 def test_a_hunt_ends_by_its_cpu_time_and_not_while_its_process_waits() -> None:
