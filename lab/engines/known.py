@@ -181,7 +181,7 @@ KNOWN = (
         "victims whose blocks a launched step still uses are preempted for nothing, in turn",
         "vllm",
         "0.24.0",
-        "0.29.0",  # the last one that was read
+        "0.29.0",
         ("progress",),
         lambda case: bool(case.settings["connector"]) and steps_in_flight(case.settings) > 1,
         "vLLM #49674, #49675",
