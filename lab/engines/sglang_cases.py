@@ -8,9 +8,9 @@ from typing import Any
 
 from lab.engines.case import Case, Verb
 
-FAMILIES = ("plain", "sessions")
+FAMILIES = ("plain", "sessions", "window")
 #: Until 0.5.14; `decode` in 0.5.1 and 0.5.2.
-PAST_FAMILIES = (*FAMILIES, "window", "states", "allocator", "decode")
+PAST_FAMILIES = ("plain", "sessions", "window", "states", "allocator", "decode")
 #: What a shrunk case has, where its fault does not need something else.
 PLAIN = {
     "page": 1,
@@ -46,6 +46,26 @@ def sglang_case(seed: int, family: str) -> Case:
         "switches": rng.random() < 0.3,  # a session's turns have several adapters
     }
     return Case("sglang", family, seed, settings, tuple(_verbs(rng, settings)))
+
+
+def newest_case(seed: int, family: str) -> Case:
+    """Return the case of a seed for today's releases: models with windows too."""
+    case = sglang_case(seed, family)
+    rng = random.Random(f"newest {family} {seed}")
+    settings: dict[str, Any] = {}
+    if family == "window":
+        settings["window"] = rng.choice((3, 4, 15, 16, 32))
+        settings["window_tokens"] = min(rng.choice((64, 128, 256)), case.settings["num_tokens"])
+        settings["sessions"] = rng.choice((0, 0, 1, 2))
+    return _with_turns(case, settings, rng)
+
+
+def _with_turns(case: Case, settings: dict[str, Any], rng: random.Random) -> Case:
+    """Return a case with more settings; a model with sessions gets turns, by new verbs."""
+    verbs = case.verbs
+    if settings.get("sessions"):
+        verbs = tuple(_verbs(rng, case.settings | settings))
+    return dataclasses.replace(case, settings=case.settings | settings, verbs=verbs)
 
 
 def past_case(seed: int, family: str) -> Case:

@@ -28,6 +28,7 @@ from lab.engines.case import Case
 from lab.engines.content import STOP, VOCABULARY
 from lab.engines.device import Finding
 from lab.engines.sglang_accounts import SglangAccounts
+from lab.engines.sglang_hybrid import HybridLoop, HybridSetup
 from lab.engines.sglang_player import (
     Player,
     Tokenizer,
@@ -50,19 +51,24 @@ class NewestPlayer(Player):
         """Return SGLang's scheduler over the device of `tests/embed`."""
         sglang_torch.install()
         settings = self.case.settings
-        setup = sglang_loop.Setup(
-            page_size=settings["page"],
-            shape=settings["shape"] and tuple(settings["shape"]),
-            overlap=settings["overlap"],
-            num_tokens=settings["num_tokens"],
-            num_rows=settings["rows"],
-            chunk=settings["chunk"],
-            conservativeness=settings["conservativeness"],
-            num_requests=0,
-            num_sessions=settings["sessions"],
-            seed=self.case.seed,
-        )
-        loop: Any = sglang_loop.Loop(setup)
+        given: dict[str, Any] = {
+            "page_size": settings["page"],
+            "shape": settings["shape"] and tuple(settings["shape"]),
+            "overlap": settings["overlap"],
+            "num_tokens": settings["num_tokens"],
+            "num_rows": settings["rows"],
+            "chunk": settings["chunk"],
+            "conservativeness": settings["conservativeness"],
+            "num_requests": 0,
+            "num_sessions": settings["sessions"],
+            "seed": self.case.seed,
+        }
+        loop: Any
+        if settings.get("window"):
+            given["window"], given["window_tokens"] = settings["window"], settings["window_tokens"]
+            loop = HybridLoop(HybridSetup(**given))
+        else:
+            loop = sglang_loop.Loop(sglang_loop.Setup(**given))
         self.rank = get_parallel().override(tp_rank=0)  # after the settings are published
         self.rank.__enter__()
         loop._pause_intervals = deque()

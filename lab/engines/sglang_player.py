@@ -104,6 +104,12 @@ def _waits(session: Any) -> bool:
     return bool(getattr(session, "close_on_finish", False))
 
 
+def _prefix_len(req: Any) -> int:
+    """How much of a request the cache has; old releases keep its slots."""
+    length: int = req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices)
+    return length
+
+
 class Tokenizer:
     """Stands for the process that is told when a request ends that never ran."""
 
@@ -131,7 +137,7 @@ def adapter_of(name: str) -> int:
 def _content(text: str, turns: Container[str]) -> Finding:
     """Sort a fault of the device: by the model whose slots were read, and by who read them."""
     reader = "a session's turn" if text.partition(" ")[0] in turns else "a plain request"
-    kind = re.search(r"(draft|target) slots wrongly", text)
+    kind = re.search(r"(draft|target|window) slots wrongly", text)
     if kind:
         return Finding("content", f"{kind[1]} KV read of {reader}", text)
     if "is fed" in text:
@@ -240,7 +246,7 @@ class Player(ABC):
     def hole_note(self, text: Text, positions: list[int]) -> str:
         """What is known of these positions of a text, if something is of each; else nothing."""
         keys = [int(text.keys(position, position + 1)[0]) for position in positions]
-        notes = {self.holes.get(key, "") for key in keys}
+        notes = {self.holes.get(key, "") for key in keys} or {""}
         return "" if "" in notes else max(notes)  # a retraction is the rarer one
 
     # What the loop calls.
@@ -315,7 +321,7 @@ class Player(ABC):
         if left < 2 * page if req.rid in self.turns else left <= page:
             return NEAR_POOL
         window = self.case.settings.get("window")
-        if window and len(req.prefix_indices) >= window:
+        if window and _prefix_len(req) >= window:
             return RESUMES
         held = self.slots()
         sessions = self.loop.session_controller.sessions

@@ -300,6 +300,7 @@ class Loop(Scheduler):
                      "max_new_tokens_limit", "truncation_align_size", "lora_drainer",
                      "external_corpus_manager"):  # fmt: skip
             setattr(self, name, None)
+        self._init_kinds()
         self.init_running_status()
         self.init_chunked_prefill_here()
         self.init_schedule_policy()
@@ -310,6 +311,9 @@ class Loop(Scheduler):
         self.scheduler_stage_metrics = Nothing()
         self.init_invariant_checker()
         self.scheduler_stage_metrics = None
+
+    def _init_kinds(self) -> None:
+        """Nothing: all layers have full attention."""
 
     def init_chunked_prefill_here(self) -> None:
         self.chunked_prefill_size = self.setup.chunk_size
