@@ -30,6 +30,8 @@ RETRACTED = ", where a turn of a session was retracted"
 #: Of a loop that is stuck.
 NEAR_POOL = ", and the first that waits leaves less than a page of the pool"
 RESUMES = ", and the first that waits resumes on a cached prefix of a window or more"
+OWN_WINDOW = ", and the first that waits does not fit beside the window that its own prefix locks"
+NO_CHUNKS = ", and the first that waits needs more slots of a window than there are, without chunks"
 FULL = ", and the batch is marked as full though nothing runs"
 BEHIND = ", and a turn waits behind it whose session holds slots and is closed when the turn ends"
 #: What silently wrong KV breaks, whoever looks first.
@@ -360,6 +362,26 @@ KNOWN = (
         lambda case: case.settings["page"] > 1,
         "lab/reports/sglang-0.5.23-near-pool",
         says=NEAR_POOL,
+    ),
+    KnownFault(
+        "without chunks, a prompt that never fits the pool of a window waits for ever",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("progress",),
+        lambda case: bool(case.settings.get("window")) and not case.settings["chunk"],
+        "SGLang #31205 (closed as inactive; read: `SWAPrefillBudget.check_prefill`)",
+        says=NO_CHUNKS,
+    ),
+    KnownFault(
+        "what never fits beside the window that its own cached prefix locks waits for ever",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("progress",),
+        lambda case: bool(case.settings.get("window")),
+        "lab/reports/sglang-0.5.23-own-window",
+        says=OWN_WINDOW,
     ),
     KnownFault(
         "a request waits for slots of a session whose turn waits behind it",

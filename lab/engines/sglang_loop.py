@@ -27,6 +27,7 @@ from sglang.srt.runtime_context import get_parallel
 from lab.engines.case import Case
 from lab.engines.content import STOP, VOCABULARY
 from lab.engines.device import Finding
+from lab.engines.known import NO_CHUNKS, OWN_WINDOW
 from lab.engines.sglang_accounts import SglangAccounts
 from lab.engines.sglang_hybrid import HybridLoop, HybridSetup
 from lab.engines.sglang_player import (
@@ -101,6 +102,21 @@ class NewestPlayer(Player):
         """Return what SGLang's checker said when it was idle."""
         leaks: list[str] = self.loop.outcome.leaks
         return leaks
+
+    def window_note(self, req: Any) -> str:
+        """What is known of one that waits, by what SGLang's budget asks for a window."""
+        if not (window := self.case.settings.get("window")):
+            return ""
+        page, chunk = self.case.settings["page"], self.loop.setup.chunk_size
+        length = -(-(len(req.origin_input_ids) + len(req.output_ids) - req.prefix_len) // page)
+        most = req.sampling_params.max_new_tokens - len(req.output_ids)
+        now = min(length * page, chunk or length * page)
+        needed = max(now - window, 0) + min(length * page + most, window) + page
+        left = self.case.settings["window_tokens"] - needed
+        if left <= 0 and not chunk:
+            return NO_CHUNKS
+        locked = -(-min(req.prefix_len, window) // page) * page
+        return OWN_WINDOW if 0 < left <= locked else ""
 
     def slots(self) -> dict[str, Any]:
         """Return the records of sessions."""

@@ -104,12 +104,6 @@ def _waits(session: Any) -> bool:
     return bool(getattr(session, "close_on_finish", False))
 
 
-def _prefix_len(req: Any) -> int:
-    """How much of a request the cache has; old releases keep its slots."""
-    length: int = req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices)
-    return length
-
-
 class Tokenizer:
     """Stands for the process that is told when a request ends that never ran."""
 
@@ -320,9 +314,8 @@ class Player(ABC):
         left = self.case.settings["num_tokens"] - len(req.origin_input_ids) - len(req.output_ids)
         if left < 2 * page if req.rid in self.turns else left <= page:
             return NEAR_POOL
-        window = self.case.settings.get("window")
-        if window and _prefix_len(req) >= window:
-            return RESUMES
+        if note := self.window_note(req):
+            return note
         held = self.slots()
         sessions = self.loop.session_controller.sessions
         waiting = [turn.rid for turn in self.loop.waiting_queue[1:]]
@@ -332,6 +325,11 @@ class Player(ABC):
             return BEHIND
         batch = self.loop.running_batch
         return FULL if batch and batch.batch_is_full and batch.is_empty() else ""
+
+    def window_note(self, req: Any) -> str:
+        """What is known of one that waits for slots of a window's pool."""
+        window = self.case.settings.get("window")
+        return RESUMES if window and len(req.prefix_indices) >= window else ""
 
     def end(self, name: str, req: Any) -> None:
         """Take what a request said, and compare."""
