@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from lab.engines.accounts import Accounts
@@ -36,7 +37,12 @@ class SglangAccounts:
         self.window: PageAccounts | None = None
         if full is not allocator:
             self.window = PageAccounts(self.device, allocator.swa_attn_allocator, self.page_size)
+        self.states: Accounts | None = None
+        if hasattr(loop.req_to_token_pool, "mamba_allocator"):
+            self.states = Accounts(self.device, loop.req_to_token_pool.mamba_pool.size + 1)
+            self._wrap_states(loop.req_to_token_pool.mamba_allocator)
         self.rows = Accounts(self.device, loop.setup.num_rows + 1)
+        self.text_kind: type[Text] = getattr(loop, "text_kind", Text)
         self.texts: dict[tuple[int, int], Text] = {}  # by node and tokens up to its end
         self._wrap_rows(loop.req_to_token_pool)
 
@@ -58,6 +64,25 @@ class SglangAccounts:
 
         pool.alloc_rows, pool.free_rows, pool.clear = alloc_rows, free_rows, cleared
 
+    def _wrap_states(self, allocator: Any) -> None:
+        states: Any = self.states
+        take, give_back, clear = allocator._do_alloc, allocator.free, allocator.clear
+
+        def alloc(need_size: int) -> Any:
+            taken = take(need_size)
+            states.take([] if taken is None else taken.tolist())
+            return taken
+
+        def free(slots: Any) -> None:
+            states.give_back(slots.tolist())
+            give_back(slots)
+
+        def cleared() -> None:
+            states.holders.clear()
+            clear()
+
+        allocator._do_alloc, allocator.free, allocator.clear = alloc, free, cleared
+
     # What the laws look at.
 
     def views(self, requests: Iterable[Any]) -> dict[str, EngineView]:
@@ -78,6 +103,7 @@ class SglangAccounts:
                 kv.cache_protected_len, kv.kv_committed_len, kv.kv_allocated_len, len(row)
             )
         entries = []
+        states = self._own_states(requests)
         for name, node, text, end in self._nodes():
             value = node.component_data[ComponentType.FULL].value
             own[name] = [self.pages.pages_of(value)]
@@ -86,11 +112,19 @@ class SglangAccounts:
             if self.window is not None and value is not None:
                 window[name] = [self.window.pages_of(value)]
                 entries += list(self._window_entries(name, value, text, end))
+            value = self._value(node, "MAMBA")
+            if value is not None:
+                states[name] = [value.tolist()]
+                entries.append(self._state_entry(name, int(value), text, end))
         pages = self._view(self.pages, own)
         pages.entries, pages.extents, pages.locks = entries, extents, self._locks(requests)
         views = {"pages": pages}
         if self.window is not None:
             views["window"] = self._view(self.window, window)
+        if self.states is not None:
+            free = pool.mamba_allocator.free_slots.tolist()
+            num_free = pool.mamba_allocator.available_size()
+            views["states"] = EngineView(self.states, free, num_free, states, {}, {})
         views["rows"] = EngineView(
             self.rows, list(pool.free_slots), pool.available_size(), taken, {}, {}
         )
@@ -100,6 +134,29 @@ class SglangAccounts:
         """A pool of pages, and who names them."""
         num_free = pages.allocator.available_size() // self.page_size
         return EngineView(pages.accounts, pages.free_pages(), num_free, named, {}, {})
+
+    def _own_states(self, requests: Iterable[Any]) -> dict[str, list[list[int]]]:
+        """The slots of states of who lives, each record once; some have no row.
+
+        A request that has given its state to the tree still names it.
+        """
+        slots = self.loop.tree_cache.session.slots.items()
+        named = {f"session {name}": slot.kv for name, slot in slots}
+        living = [req for req in requests if req.kv.holds_kv or not req.finished()]
+        named |= {f"request {req.rid}": req.kv for req in living}
+        own = {}
+        for name, kv in {id(kv): (name, kv) for name, kv in reversed(named.items())}.values():
+            held = [int(kv.mamba_pool_idx)] if kv.mamba_pool_idx is not None else []
+            if kv.mamba_ping_pong_track_buffer is not None:
+                held += [slot for slot in kv.mamba_ping_pong_track_buffer.tolist() if slot >= 0]
+            own[name] = [held]
+        return own
+
+    def _state_entry(self, name: str, slot: int, text: Text, end: int) -> CachedEntry:
+        """What a node's state has consumed, and what its key promises."""
+        keys = self.loop.req_to_token_pool.mamba_pool.mamba_cache.temporal.reshape(-1)
+        held, promised = keys[slot : slot + 1].numpy().copy(), np.array([text.state_key(end)])
+        return CachedEntry(f"{name}, the state behind {end} tokens", slot, held, promised)
 
     def _mapped(self, slots: Any) -> Any:
         """The window's slots of those that have one."""
@@ -131,7 +188,7 @@ class SglangAccounts:
             whole = before + raw
             text = self.texts.get((node.id, end))
             if text is None or text.tokens[: len(whole)] != whole:
-                text = Text(whole, self.salt(key.extra_key or ""))
+                text = self.text_kind(whole, self.salt(key.extra_key or ""))
                 self.texts[node.id, end] = text
             if node.component_data[ComponentType.FULL].value is not None:
                 yield f"node {node.id}", node, text, end

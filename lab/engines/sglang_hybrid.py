@@ -1,26 +1,34 @@
-"""`HybridLoop`: today's SGLang for models with sliding windows, over the device of `tests/embed`.
+"""`HybridLoop`: today's SGLang for models with windows or recurrent layers, on a CPU.
 
 The pools and the tree are SGLang's own, as its constructor makes them for such a model. A window's
-pool has slots of its own, which its steps find through SGLang's mapping of slots.
+pool has slots of its own, which its steps find through SGLang's mapping of slots. A recurrent state
+is the key of exactly the tokens that it has consumed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import sglang_loop
 import torch
 from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.server_args import ServerArgs
 from sglang_device import KV, Device
+
+from lab.engines.sglang_states import StateSteps, StateText, state_rows, step_begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +37,11 @@ class HybridSetup(sglang_loop.Setup):
 
     window: int = 0  # positions before a query that it reads; 0 is no window
     window_tokens: int = 0  # slots of the window's pool
+    states: int = 0  # of the pool of recurrent states; 0 is none
+    strategy: str = "auto"  # of SGLang for recurrent states
+    grain: int = 64  # tokens between two states that a prefill leaves
+    interval: int = 256  # and a decode
+    most_states: int = -1  # cached on a path of the tree
 
 
 class WindowPools(SWAKVPool):  # type: ignore[misc]
@@ -79,51 +92,74 @@ class HybridDevice(Device):
 
 
 class HybridLoop(sglang_loop.Loop):
-    """SGLang's scheduler over a fake model with a window."""
+    """SGLang's scheduler over a fake model with a window or with recurrent layers."""
+
+    def _arguments(self) -> ServerArgs:
+        given = super()._arguments()
+        if self.setup.states:
+            given.mamba_radix_cache_strategy = self.setup.strategy
+            given.mamba_track_interval = self.setup.interval
+            given.mamba_max_states_per_path = self.setup.most_states
+            given._mamba_cache_chunk_size = max(self.setup.grain, self.setup.page_size)
+        return given
 
     def _init_memory(self) -> None:
         setup = self.setup
-        page = setup.page_size
-        size = self.max_total_num_tokens = setup.num_tokens // page * page
+        size = self.max_total_num_tokens = setup.num_tokens // setup.page_size * setup.page_size
         self.max_req_len = setup.num_tokens
         self.simulated = HybridDevice(setup, size)
         width = self.max_req_len + 4 + get_req_to_token_extra_context_len()
-        self.req_to_token_pool = ReqToTokenPool(setup.num_rows, width, setup.device, False)
-        self.token_to_kv_pool_allocator = SWATokenToKVPoolAllocator(
-            size,
-            setup.window_tokens,
-            page,
-            torch.float16,
-            setup.device,
-            self.simulated.pools,
-            False,
+        self.req_to_token_pool = (
+            state_rows(setup, width)
+            if setup.states
+            else ReqToTokenPool(setup.num_rows, width, setup.device, False)
         )
+        self.token_to_kv_pool_allocator = self._make_allocator(size)
+        kinds = [ComponentType.FULL]
+        kinds += [ComponentType.SWA] if setup.window else []
+        kinds += [ComponentType.MAMBA] if setup.states else []
         self.tree_cache = UnifiedRadixCache(
             CacheInitParams(
                 disable=not setup.cache,
                 req_to_token_pool=self.req_to_token_pool,
                 token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-                page_size=page,
+                page_size=setup.page_size,
                 is_eagle=setup.shape is not None,
                 chunked_prefill_size=setup.chunk_size,
-                sliding_window_size=setup.window,
-                tree_components=(ComponentType.FULL, ComponentType.SWA),
+                sliding_window_size=setup.window or None,
+                enable_mamba_extra_buffer=get_exec().mamba.enable_mamba_extra_buffer,
+                enable_mamba_extra_buffer_lazy=get_exec().mamba.enable_mamba_extra_buffer_lazy,
+                tree_components=tuple(kinds),
             )
         )
 
+    def _make_allocator(self, size: int) -> Any:
+        setup, device = self.setup, self.simulated
+        kind = (torch.float16, setup.device)
+        if setup.window:
+            sizes = (size, setup.window_tokens, setup.page_size)
+            return SWATokenToKVPoolAllocator(*sizes, *kind, device.pools, False)
+        if setup.page_size == 1:
+            return TokenToKVPoolAllocator(size, *kind, device.target, False)
+        return PagedTokenToKVPoolAllocator(size, setup.page_size, *kind, device.target, False)
+
     def _init_kinds(self) -> None:
-        self.is_hybrid_swa = True
-        self.sliding_window_size = self.setup.window
-        self.full_tokens_per_layer = self.max_total_num_tokens
-        self.swa_tokens_per_layer = self.setup.window_tokens
-        self.model_worker.hook = self._note_begins
+        setup = self.setup
+        self.is_hybrid_swa, self.is_hybrid_ssm = bool(setup.window), bool(setup.states)
+        self.sliding_window_size = setup.window or None
+        if setup.window:
+            self.full_tokens_per_layer = self.max_total_num_tokens
+            self.swa_tokens_per_layer = setup.window_tokens
+            self.model_worker.hook = self._note_begins
+        if setup.states:
+            self.model_config.hf_text_config = SimpleNamespace(mamba_chunk_size=setup.grain)
+            torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
+            self.text_kind = StateText
+            StateSteps(self.model_worker, self.req_to_token_pool, setup)
 
     def _note_begins(self, phase: str, batch: Any) -> None:
         """Say where each request's step begins, before it runs."""
-        if phase == "extend":
-            begins = list(batch.prefix_lens)
-        else:  # without drafts, the token that a step computes is in its length
-            begins = [length - (self.setup.shape is None) for length in batch.seq_lens.tolist()]
+        begins = step_begins(phase, batch, self.setup.shape is not None)
         names = [req.rid for req in batch.reqs]
         self.simulated.begins = dict(zip(names, begins, strict=True))
 
@@ -133,6 +169,9 @@ class HybridLoop(sglang_loop.Loop):
         self.on_idle()
         tree = self.tree_cache
         sizes = {"num_tokens": tree.full_evictable_size()}
-        sizes["swa_num_tokens"] = tree.swa_evictable_size()
+        if self.is_hybrid_swa:
+            sizes["swa_num_tokens"] = tree.swa_evictable_size()
+        if self.is_hybrid_ssm:
+            sizes["mamba_num"] = tree.mamba_evictable_size()
         tree.evict(EvictParams(**sizes))
         return self.outcome

@@ -41,6 +41,9 @@ from lab.engines.sglang_player import (
     played,
 )
 
+#: Settings of models with windows, or with recurrent states.
+HYBRID = ("window", "window_tokens", "states", "strategy", "grain", "interval", "most_states")
+
 
 def run_sglang(case: Case) -> list[Finding]:
     """Run a case in a fork, whose settings nobody else sees; return what it broke."""
@@ -77,9 +80,8 @@ class NewestPlayer(Player):
             "seed": self.case.seed,
         }
         loop: Any
-        if settings.get("window"):
-            given["window"], given["window_tokens"] = settings["window"], settings["window_tokens"]
-            loop = HybridLoop(HybridSetup(**given))
+        if case_kinds := {name: settings[name] for name in HYBRID if name in settings}:
+            loop = HybridLoop(HybridSetup(**given, **case_kinds))
         else:
             loop = sglang_loop.Loop(sglang_loop.Setup(**given))
         self.rank = get_parallel().override(tp_rank=0)  # after the settings are published

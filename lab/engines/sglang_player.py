@@ -134,6 +134,8 @@ def _content(text: str, turns: Container[str]) -> Finding:
     kind = re.search(r"(draft|target|window) slots wrongly", text)
     if kind:
         return Finding("content", f"{kind[1]} KV read of {reader}", text)
+    if "goes on from state" in text:
+        return Finding("states", f"a step of {reader}", text)
     if "is fed" in text:
         return Finding("content", f"tokens fed to {reader}", text)
     return Finding("rows", f"a step of {reader}", text)
@@ -428,7 +430,8 @@ class Player(ABC):
         """Take what the scheduler made of a request, before it is queued."""
         name = req.rid
         self.adapters[name] = adapter  # KV of another adapter is other KV, as with a salt
-        self.loop.model_worker.texts[name] = Text(list(req.origin_input_ids), adapter)
+        kind = getattr(self.loop, "text_kind", Text)
+        self.loop.model_worker.texts[name] = kind(list(req.origin_input_ids), adapter)
         self.most[name] = req.sampling_params.max_new_tokens
         self.running[name] = req
         self.requests.append(req)

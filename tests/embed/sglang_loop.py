@@ -198,13 +198,16 @@ class Loop(Scheduler):
     """SGLang's scheduler over a fake model, fed with seeded traffic."""
 
     def __init__(self, setup: Setup) -> None:
-        publish(arguments(setup), role="scheduler")
         self.setup, self.outcome = setup, Outcome()
+        publish(self._arguments(), role="scheduler")
         self._init_memory()
         self._init_engine()
         self._init_parts()
         self.traffic = Traffic(self)
         self.last_forward = 0, 0  # how many there were, and the turn of the last one
+
+    def _arguments(self) -> ServerArgs:
+        return arguments(self.setup)
 
     def _init_memory(self) -> None:
         setup = self.setup
