@@ -53,7 +53,7 @@ def load(engine: str) -> Engine:
             return Engine(cases.past_case, run_past, cases.PLAIN, cases.PAST_FAMILIES)
         from lab.engines.sglang_loop import run_sglang
 
-        return Engine(cases.sglang_case, run_sglang, cases.PLAIN, cases.FAMILIES)
+        return Engine(cases.newest_case, run_sglang, cases.PLAIN, cases.FAMILIES)
     raise ValueError(f"engine must be vllm or sglang, got {engine!r}")
 
 

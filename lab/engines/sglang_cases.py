@@ -8,9 +8,9 @@ from typing import Any
 
 from lab.engines.case import Case, Verb
 
-FAMILIES = ("plain", "sessions")
+FAMILIES = ("plain", "sessions", "window", "states")
 #: Until 0.5.14; `decode` in 0.5.1 and 0.5.2.
-PAST_FAMILIES = (*FAMILIES, "window", "states", "allocator", "decode")
+PAST_FAMILIES = ("plain", "sessions", "window", "states", "allocator", "decode")
 #: What a shrunk case has, where its fault does not need something else.
 PLAIN = {
     "page": 1,
@@ -46,6 +46,48 @@ def sglang_case(seed: int, family: str) -> Case:
         "switches": rng.random() < 0.3,  # a session's turns have several adapters
     }
     return Case("sglang", family, seed, settings, tuple(_verbs(rng, settings)))
+
+
+def newest_case(seed: int, family: str) -> Case:
+    """Return the case of a seed for today's releases: models with windows too."""
+    case = sglang_case(seed, family)
+    rng = random.Random(f"newest {family} {seed}")
+    settings: dict[str, Any] = {}
+    if family == "window":
+        settings["window"] = rng.choice((3, 4, 15, 16, 32))
+        settings["window_tokens"] = min(rng.choice((64, 128, 256)), case.settings["num_tokens"])
+        settings["sessions"] = rng.choice((0, 0, 1, 2))
+    if family == "states":
+        settings = _states(rng, case.settings)
+    return _with_turns(case, settings, rng)
+
+
+def _states(rng: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of recurrent states that a server accepts, and a pool for all of its rows."""
+    strategies = ("extra_buffer", "extra_buffer", "extra_buffer_lazy", "no_buffer")
+    drawn: dict[str, Any] = {"strategy": rng.choice(strategies)}
+    slots = 3  # for each row: its own, and what the tree gets
+    if drawn["strategy"] == "no_buffer":
+        drawn |= {"page": 1, "overlap": False}
+    elif drawn["strategy"] == "extra_buffer_lazy":
+        drawn["overlap"] = True
+        slots += 1
+    else:
+        slots += 1 + settings["overlap"]
+    drawn["states"] = slots * settings["rows"] + rng.randint(0, 6)
+    drawn["grain"] = rng.choice((4, 8, 16))
+    drawn["interval"] = rng.choice((16, 32))  # whole pages, and no fewer than drafts
+    drawn["most_states"] = rng.choice((-1, -1, -1, 2))
+    drawn["sessions"] = rng.choice((0, 0, 1, 2))
+    return drawn
+
+
+def _with_turns(case: Case, settings: dict[str, Any], rng: random.Random) -> Case:
+    """Return a case with more settings; a model with sessions gets turns, by new verbs."""
+    verbs = case.verbs
+    if settings.get("sessions"):
+        verbs = tuple(_verbs(rng, case.settings | settings))
+    return dataclasses.replace(case, settings=case.settings | settings, verbs=verbs)
 
 
 def past_case(seed: int, family: str) -> Case:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +23,15 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.utils import validate_input_length
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
 from lab.engines.case import Case
 from lab.engines.content import STOP, VOCABULARY
 from lab.engines.device import Finding
+from lab.engines.known import NO_CHUNKS, OWN_CHUNK, OWN_WINDOW
 from lab.engines.sglang_accounts import SglangAccounts
+from lab.engines.sglang_hybrid import HybridLoop, HybridSetup
 from lab.engines.sglang_player import (
     Player,
     Tokenizer,
@@ -37,10 +41,23 @@ from lab.engines.sglang_player import (
     played,
 )
 
+#: Settings of models with windows, or with recurrent states.
+HYBRID = ("window", "window_tokens", "states", "strategy", "grain", "interval", "most_states")
+
 
 def run_sglang(case: Case) -> list[Finding]:
     """Run a case in a fork, whose settings nobody else sees; return what it broke."""
     return in_a_fork(lambda case: played(NewestPlayer, case), case)
+
+
+def _window_of(tree: Any, handle: Any) -> Iterator[Any]:
+    """The nodes with slots of a window that a lock of a cached prefix holds."""
+    node, covered = tree.resolve_node_handle(handle), 0
+    while getattr(node, "parent", None) is not None and covered < tree.sliding_window_size:
+        covered += len(node.key)
+        if node.component_data[ComponentType.SWA].value is not None:
+            yield node
+        node = node.parent
 
 
 class NewestPlayer(Player):
@@ -50,19 +67,23 @@ class NewestPlayer(Player):
         """Return SGLang's scheduler over the device of `tests/embed`."""
         sglang_torch.install()
         settings = self.case.settings
-        setup = sglang_loop.Setup(
-            page_size=settings["page"],
-            shape=settings["shape"] and tuple(settings["shape"]),
-            overlap=settings["overlap"],
-            num_tokens=settings["num_tokens"],
-            num_rows=settings["rows"],
-            chunk=settings["chunk"],
-            conservativeness=settings["conservativeness"],
-            num_requests=0,
-            num_sessions=settings["sessions"],
-            seed=self.case.seed,
-        )
-        loop: Any = sglang_loop.Loop(setup)
+        given: dict[str, Any] = {
+            "page_size": settings["page"],
+            "shape": settings["shape"] and tuple(settings["shape"]),
+            "overlap": settings["overlap"],
+            "num_tokens": settings["num_tokens"],
+            "num_rows": settings["rows"],
+            "chunk": settings["chunk"],
+            "conservativeness": settings["conservativeness"],
+            "num_requests": 0,
+            "num_sessions": settings["sessions"],
+            "seed": self.case.seed,
+        }
+        loop: Any
+        if case_kinds := {name: settings[name] for name in HYBRID if name in settings}:
+            loop = HybridLoop(HybridSetup(**given, **case_kinds))
+        else:
+            loop = sglang_loop.Loop(sglang_loop.Setup(**given))
         self.rank = get_parallel().override(tp_rank=0)  # after the settings are published
         self.rank.__enter__()
         loop._pause_intervals = deque()
@@ -95,6 +116,39 @@ class NewestPlayer(Player):
         """Return what SGLang's checker said when it was idle."""
         leaks: list[str] = self.loop.outcome.leaks
         return leaks
+
+    def window_note(self, req: Any) -> str:
+        """What is known of one that waits, by what SGLang's budget asks for a window."""
+        if not (window := self.case.settings.get("window")):
+            return ""
+        page, chunk = self.case.settings["page"], self.loop.setup.chunk_size
+        length = -(-(len(req.origin_input_ids) + len(req.output_ids) - req.prefix_len) // page)
+        most = req.sampling_params.max_new_tokens - len(req.output_ids)
+        now = min(length * page, chunk or length * page)
+        needed = max(now - window, 0) + min(length * page + most, window) + page
+        left = self.case.settings["window_tokens"] - needed
+        if left <= 0 and not chunk:
+            return NO_CHUNKS
+        room = self._window_room() - sum(
+            len(node.component_data[ComponentType.SWA].value)
+            for node in _window_of(self.loop.tree_cache, req.last_node)
+            if not node.component_data[ComponentType.SWA].lock_ref
+        )
+        is_alone = self.slots().keys() <= {f"s{self.turns.get(req.rid)}"}
+        return OWN_WINDOW if left > 0 and needed >= room and is_alone else ""
+
+    def _window_room(self) -> int:
+        """Slots of a window's pool that are free or may be."""
+        room: int = self.loop.token_to_kv_pool_allocator.swa_available_size()
+        return room + int(self.loop.tree_cache.swa_evictable_size())
+
+    def stuck_note(self) -> str:
+        """What is known of a prompt that waits between two chunks, or of the first that waits."""
+        settings = self.case.settings
+        has_window, is_between = bool(settings.get("window")), self.loop.chunked_req is not None
+        if has_window and is_between and self._window_room() <= settings["page"]:
+            return OWN_CHUNK
+        return super().stuck_note()
 
     def slots(self) -> dict[str, Any]:
         """Return the records of sessions."""

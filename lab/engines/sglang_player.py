@@ -129,9 +129,11 @@ def adapter_of(name: str) -> int:
 def _content(text: str, turns: Container[str]) -> Finding:
     """Sort a fault of the device: by the model whose slots were read, and by who read them."""
     reader = "a session's turn" if text.partition(" ")[0] in turns else "a plain request"
-    kind = re.search(r"(draft|target) slots wrongly", text)
+    kind = re.search(r"(draft|target|window) slots wrongly", text)
     if kind:
         return Finding("content", f"{kind[1]} KV read of {reader}", text)
+    if "goes on from state" in text:
+        return Finding("states", f"a step of {reader}", text)
     if "is fed" in text:
         return Finding("content", f"tokens fed to {reader}", text)
     return Finding("rows", f"a step of {reader}", text)
@@ -243,7 +245,7 @@ class Player(ABC):
     def hole_note(self, text: Text, positions: list[int]) -> str:
         """What is known of these positions of a text, if something is of each; else nothing."""
         keys = [int(text.keys(position, position + 1)[0]) for position in positions]
-        notes = {self.holes.get(key, "") for key in keys}
+        notes = {self.holes.get(key, "") for key in keys} or {""}
         return "" if "" in notes else max(notes)  # a retraction is the rarer one
 
     # What the loop calls.
@@ -317,9 +319,8 @@ class Player(ABC):
         left = self.case.settings["num_tokens"] - len(req.origin_input_ids) - len(req.output_ids)
         if left < 2 * page if req.rid in self.turns else left <= page:
             return NEAR_POOL
-        window = self.case.settings.get("window")
-        if window and len(req.prefix_indices) >= window:
-            return RESUMES
+        if note := self.window_note(req):
+            return note
         held = self.slots()
         sessions = self.loop.session_controller.sessions
         waiting = [turn.rid for turn in self.loop.waiting_queue[1:]]
@@ -329,6 +330,11 @@ class Player(ABC):
             return BEHIND
         batch = self.loop.running_batch
         return FULL if batch and batch.batch_is_full and batch.is_empty() else ""
+
+    def window_note(self, req: Any) -> str:
+        """What is known of one that waits for slots of a window's pool."""
+        window = self.case.settings.get("window")
+        return RESUMES if window and len(req.prefix_indices) >= window else ""
 
     def end(self, name: str, req: Any) -> None:
         """Take what a request said, and compare."""
@@ -449,7 +455,8 @@ class Player(ABC):
         """Take what the scheduler made of a request, before it is queued."""
         name = req.rid
         self.adapters[name] = adapter  # KV of another adapter is other KV, as with a salt
-        self.loop.model_worker.texts[name] = Text(list(req.origin_input_ids), adapter)
+        kind = getattr(self.loop, "text_kind", Text)
+        self.loop.model_worker.texts[name] = kind(list(req.origin_input_ids), adapter)
         self.most[name] = req.sampling_params.max_new_tokens
         self.running[name] = req
         self.requests.append(req)

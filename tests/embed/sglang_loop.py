@@ -198,13 +198,16 @@ class Loop(Scheduler):
     """SGLang's scheduler over a fake model, fed with seeded traffic."""
 
     def __init__(self, setup: Setup) -> None:
-        publish(arguments(setup), role="scheduler")
         self.setup, self.outcome = setup, Outcome()
+        publish(self._arguments(), role="scheduler")
         self._init_memory()
         self._init_engine()
         self._init_parts()
         self.traffic = Traffic(self)
         self.last_forward = 0, 0  # how many there were, and the turn of the last one
+
+    def _arguments(self) -> ServerArgs:
+        return arguments(self.setup)
 
     def _init_memory(self) -> None:
         setup = self.setup
@@ -300,6 +303,7 @@ class Loop(Scheduler):
                      "max_new_tokens_limit", "truncation_align_size", "lora_drainer",
                      "external_corpus_manager"):  # fmt: skip
             setattr(self, name, None)
+        self._init_kinds()
         self.init_running_status()
         self.init_chunked_prefill_here()
         self.init_schedule_policy()
@@ -310,6 +314,9 @@ class Loop(Scheduler):
         self.scheduler_stage_metrics = Nothing()
         self.init_invariant_checker()
         self.scheduler_stage_metrics = None
+
+    def _init_kinds(self) -> None:
+        """Nothing: all layers have full attention."""
 
     def init_chunked_prefill_here(self) -> None:
         self.chunked_prefill_size = self.setup.chunk_size
