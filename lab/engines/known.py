@@ -37,6 +37,7 @@ FULL = ", and the batch is marked as full though nothing runs"
 BEHIND = ", and a turn waits behind it whose session holds slots and is closed when the turn ends"
 #: Of a case that was clean until a flush emptied the pools although requests were under way.
 FLUSHED = ", after a flush with requests under way"
+ROWLESS = ", and the first that waits has a row in its session, but no other one is free"
 #: What silently wrong KV breaks, whoever looks first.
 WRONG_KV = ("cache truth", "content", "text")
 
@@ -547,6 +548,26 @@ KNOWN = (
         ("exception",),
         lambda case: _plays(case, "turn"),
         "read: `get_num_allocatable_reqs` counts free rows since 0.5.12.post1",
+        "alloc_req_slots",
+    ),
+    KnownFault(
+        "a turn whose session has its row waits for a row that is free",
+        "sglang",
+        "0.5.12.post1",
+        "0.5.23",
+        ("progress",),
+        lambda case: _plays(case, "turn", 2),
+        "SGLang #37583 (open)",
+        says=ROWLESS,
+    ),
+    KnownFault(
+        "a turn gives way for a row, which its session keeps",
+        "sglang",
+        "0.5.10",
+        "0.5.23",
+        ("exception",),
+        lambda case: _plays(case, "turn") and bool(case.settings.get("priorities")),
+        "lab/reports/sglang-0.5.23-preempted-turn",
         "alloc_req_slots",
     ),
     KnownFault(

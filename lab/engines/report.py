@@ -106,6 +106,14 @@ def _sglang_flags(settings: dict[str, Any]) -> list[str]:
         shown.append(f"with a window of {settings['window']}, {settings['window_tokens']} slots")
     if settings["sessions"]:
         shown.append("--enable-streaming-session")
+    if settings.get("queue"):
+        shown.append(f"--max-queued-requests {settings['queue']}")
+    if priorities := settings.get("priorities"):
+        shown.append("--enable-priority-scheduling")
+        if priorities["low_first"]:
+            shown.append("--schedule-low-priority-values-first")
+        threshold = priorities["threshold"]
+        shown.append(f"--priority-scheduling-preemption-threshold {threshold}")
     if settings["shape"]:
         num_steps, topk, num_draft_tokens = settings["shape"]
         shown.append(

@@ -24,6 +24,8 @@ PLAIN = {
     "overlaps": False,
     "adapters": False,
     "switches": False,
+    "priorities": None,
+    "queue": None,
 }
 
 
@@ -59,7 +61,7 @@ def newest_case(seed: int, family: str) -> Case:
         settings["sessions"] = rng.choice((0, 0, 1, 2))
     if family == "states":
         settings = _states(rng, case.settings)
-    return _with_turns(case, settings, rng)
+    return _with_priorities(_with_turns(case, settings, rng))
 
 
 def _states(rng: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +92,24 @@ def _with_turns(case: Case, settings: dict[str, Any], rng: random.Random) -> Cas
     return dataclasses.replace(case, settings=case.settings | settings, verbs=verbs)
 
 
+def _with_priorities(case: Case) -> Case:
+    """Return a case; three of ten get priorities, few rows, and requests that come together."""
+    rng = random.Random(f"priorities {case.family} {case.seed}")
+    if rng.random() > 0.3:
+        return case
+    settings = {
+        "priorities": {"low_first": rng.random() < 0.5, "threshold": rng.choice((0, 0, 1))},
+        "queue": rng.choice((None, None, 2, 5)),  # requests that may wait
+        "rows": rng.choice((1, 2, 3)),
+    }
+    haste = rng.choice((1, 4, 8))
+    verbs = []
+    for verb in case.verbs:
+        given = verb.given | ({"priority": rng.randint(0, 3)} if "most" in verb.given else {})
+        verbs.append(Verb(1 + verb.turn // haste, verb.name, given))
+    return dataclasses.replace(case, settings=case.settings | settings, verbs=tuple(verbs))
+
+
 def past_case(seed: int, family: str) -> Case:
     """Return the case of a seed for a release until 0.5.14: drafts are chains, and overlap."""
     case = sglang_case(seed, family)
@@ -114,7 +134,8 @@ def past_case(seed: int, family: str) -> Case:
         calls = tuple(_calls(rng))
         return dataclasses.replace(case, settings=case.settings | settings, verbs=calls)
     verbs = [dataclasses.replace(verb, given=_without_adapter(verb)) for verb in case.verbs]
-    return dataclasses.replace(case, settings=case.settings | settings, verbs=tuple(verbs))
+    case = dataclasses.replace(case, settings=case.settings | settings, verbs=tuple(verbs))
+    return case if family == "decode" else _with_priorities(case)
 
 
 def _calls(rng: random.Random) -> list[Verb]:

@@ -39,6 +39,7 @@ from lab.engines.sglang_player import (
     adapter_of,
     in_a_fork,
     played,
+    waiting_flags,
 )
 
 #: Settings of models with windows, or with recurrent states.
@@ -78,6 +79,7 @@ class NewestPlayer(Player):
             "num_requests": 0,
             "num_sessions": settings["sessions"],
             "seed": self.case.seed,
+            "server": tuple(waiting_flags(settings).items()),
         }
         loop: Any
         if case_kinds := {name: settings[name] for name in HYBRID if name in settings}:
@@ -168,12 +170,18 @@ class NewestPlayer(Player):
         return bool(self.loop.flush_cache(empty_cache=False))
 
     def arrive(
-        self, name: str, tokens: list[int], most: int, adapter: int, session: str | None
+        self,
+        name: str,
+        tokens: list[int],
+        most: int,
+        session: str | None,
+        adapter: int = 0,
+        priority: int | None = None,
     ) -> None:
         """Make a request as `handle_generate_request` does."""
         given: dict[str, Any] = {"eos_token_ids": {STOP}, "vocab_size": VOCABULARY}
         if session is None:
-            given["lora_id"] = adapter_name(adapter)
+            given |= {"lora_id": adapter_name(adapter), "priority": priority}
             req = Req(name, "", array("q", tokens), self.sampling(most), **given)
         else:
             asked = TokenizedGenerateReqInput(
@@ -191,6 +199,7 @@ class NewestPlayer(Player):
                 stream=False,
                 session_params=SessionParams(id=session),
                 lora_id=adapter_name(adapter),
+                priority=priority,
             )
             at = self.loop.session_controller.get(session)
             req = at.create_req(asked, None, VOCABULARY, eos_token_ids={STOP})

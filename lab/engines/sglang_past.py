@@ -41,6 +41,7 @@ from lab.engines.sglang_player import (
     adapter_of,
     in_a_fork,
     played,
+    waiting_flags,
 )
 from lab.engines.shim import Hollow
 
@@ -145,6 +146,7 @@ def arguments(settings: dict[str, Any]) -> ServerArgs:
             "speculative_eagle_topk": topk,
             "speculative_num_draft_tokens": num_draft_tokens,
         }
+    given |= waiting_flags(settings)
     takes = inspect.signature(ServerArgs).parameters
     return ServerArgs(**{name: value for name, value in given.items() if name in takes})
 
@@ -376,7 +378,13 @@ class PastPlayer(Player):
         return bool(self.loop.flush_cache())
 
     def arrive(
-        self, name: str, tokens: list[int], most: int, adapter: int, session: str | None
+        self,
+        name: str,
+        tokens: list[int],
+        most: int,
+        session: str | None,
+        adapter: int = 0,
+        priority: int | None = None,
     ) -> None:
         """Hand a request to the scheduler's own entry."""
         given: dict[str, Any] = {
@@ -391,6 +399,7 @@ class PastPlayer(Player):
             "token_ids_logprob": None,
             "stream": False,
             "lora_id": adapter_name(adapter),
+            "priority": priority,
             "session_params": session and io_struct.SessionParams(id=session),
             "input_embeds": None,
             "token_type_ids": None,

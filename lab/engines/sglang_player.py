@@ -14,7 +14,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput, OpenSessionReqInput
@@ -24,7 +24,17 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from lab.engines.case import Case
 from lab.engines.content import STOP, Text, tokens_of
 from lab.engines.device import SETUP, Finding
-from lab.engines.known import BEHIND, ENDED, FLUSHED, FULL, NEAR_POOL, RESUMES, RETRACTED, UNCLOSED
+from lab.engines.known import (
+    BEHIND,
+    ENDED,
+    FLUSHED,
+    FULL,
+    NEAR_POOL,
+    RESUMES,
+    RETRACTED,
+    ROWLESS,
+    UNCLOSED,
+)
 from lab.engines.laws import LAWS
 from lab.engines.limit import within_limit
 
@@ -126,6 +136,16 @@ def adapter_of(name: str) -> int:
     return int(name.removeprefix("adapter ") or 0)
 
 
+def waiting_flags(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of SGLang's server for priorities and for a queue that is bounded."""
+    flags = {"max_queued_requests": settings.get("queue")}
+    if priorities := settings.get("priorities"):
+        flags["enable_priority_scheduling"] = True
+        flags["schedule_low_priority_values_first"] = priorities["low_first"]
+        flags["priority_scheduling_preemption_threshold"] = priorities["threshold"]
+    return {name: value for name, value in flags.items() if value is not None}
+
+
 def _content(text: str, turns: Container[str]) -> Finding:
     """Sort a fault of the device: by the model whose slots were read, and by who read them."""
     reader = "a session's turn" if text.partition(" ")[0] in turns else "a plain request"
@@ -187,7 +207,13 @@ class Player(ABC):
 
     @abstractmethod
     def arrive(
-        self, name: str, tokens: list[int], most: int, adapter: int, session: str | None
+        self,
+        name: str,
+        tokens: list[int],
+        most: int,
+        session: str | None,
+        adapter: int = 0,
+        priority: int | None = None,
     ) -> None:
         """A request comes; what the scheduler makes of it goes to `admit`."""
 
@@ -225,11 +251,12 @@ class Player(ABC):
         device.read = noted
 
     def _note_retractions(self) -> None:
-        queue = self.loop._add_request_to_queue
+        queue, queued = self.loop._add_request_to_queue, set[str]()
 
         def add(req: Any, *args: Any, **given: Any) -> None:
-            if (any(args) or any(given.values())) and req.rid in self.turns:  # it is retracted
+            if req.rid in queued and req.rid in self.turns:
                 self._note_retraction(req)
+            queued.add(req.rid)
             queue(req, *args, **given)
 
         self.loop._add_request_to_queue = add
@@ -329,7 +356,11 @@ class Player(ABC):
         if is_held:
             return BEHIND
         batch = self.loop.running_batch
-        return FULL if batch and batch.batch_is_full and batch.is_empty() else ""
+        note = FULL if batch and batch.batch_is_full and batch.is_empty() else ""
+        has_row = f"s{self.turns.get(req.rid)}" in held
+        if has_row and not self.loop.req_to_token_pool.available_size():
+            note += ROWLESS
+        return note
 
     def window_note(self, req: Any) -> str:
         """What is known of one that waits for slots of a window's pool."""
@@ -375,22 +406,20 @@ class Player(ABC):
     # What a server calls.
 
     def play_send(
-        self, number: int, length: int, most: int, stem: int, shared: int, adapter: int = 0
+        self, number: int, length: int, most: int, stem: int, shared: int, **marks: int
     ) -> None:
         """A request: `shared` tokens of a stem, and own ones up to its length."""
         own = tokens_of(self.case.seed, 1000 + number, length)
         tokens = tokens_of(self.case.seed, stem, shared) + own[shared:]
-        self._request(number, tokens, most, adapter)
+        self.arrive(str(FIRST + number), tokens, most, None, **marks)
 
-    def play_follow(self, number: int, length: int, most: int, of: int, adapter: int = 0) -> None:
+    def play_follow(self, number: int, length: int, most: int, of: int, **marks: int) -> None:
         """A request whose prompt is all that another one read and said, and `length` tokens."""
         before = self.ended.get(str(FIRST + of), [])
         tokens = before + tokens_of(self.case.seed, 1000 + number, length)
-        self._request(number, tokens, most, adapter)
+        self.arrive(str(FIRST + number), tokens, most, None, **marks)
 
-    def play_turn(
-        self, number: int, length: int, most: int, session: int, adapter: int = 0
-    ) -> None:
+    def play_turn(self, number: int, length: int, most: int, session: int, **marks: int) -> None:
         """A turn of a session; beside another one only if the settings say so."""
         name, controller = str(FIRST + number), self.loop.session_controller
         overlaps = self.case.settings.get("overlaps", True)
@@ -404,7 +433,7 @@ class Player(ABC):
             controller.open(opened)
         self.turns[name] = session
         self.new = tokens_of(self.case.seed, 1000 + number, length)
-        self.arrive(name, self.new, most, adapter, f"s{session}")
+        self.arrive(name, self.new, most, f"s{session}", **marks)
 
     def play_abort(self, number: int) -> None:
         """The client of a request leaves."""
@@ -440,16 +469,13 @@ class Player(ABC):
         if len(longest) >= at:
             name, length = longest[at - 1], self.case.settings["num_tokens"] - 40
             tokens = [*self.ended[name][:length], 5, 7]
-            self._request(900 + at, tokens, 2, self.adapters[name])
+            self.arrive(str(FIRST + 900 + at), tokens, 2, None, self.adapters[name])
 
     def sampling(self, most: int) -> Any:
         """Return the parameters of a greedy request that says up to `most` tokens."""
         sampling = SamplingParams(max_new_tokens=most, temperature=0, stop_token_ids=[STOP])
         sampling.normalize(None)
         return sampling
-
-    def _request(self, number: int, tokens: list[int], most: int, adapter: int) -> None:
-        self.arrive(str(FIRST + number), tokens, most, adapter, None)
 
     def admit(self, req: Any, adapter: int) -> None:
         """Take what the scheduler made of a request, before it is queued."""

@@ -78,6 +78,7 @@ class Setup:
     mixed: bool = False  # decode rows ride along with a chunk of prefill
     device: str = "cpu"  # or "cuda": the accelerator of `sglang_accelerator`, which is not there
     seed: int = 0
+    server: tuple[tuple[str, Any], ...] = ()  # further settings of SGLang's server
 
     @property
     def chunk_size(self) -> int | None:
@@ -183,6 +184,7 @@ def arguments(setup: Setup) -> ServerArgs:
         enable_mixed_chunk=setup.mixed,
         pp_max_micro_batch_size=setup.num_rows,
         **eagle,
+        **dict(setup.server),
     )
 
 
@@ -303,6 +305,8 @@ class Loop(Scheduler):
                      "max_new_tokens_limit", "truncation_align_size", "lora_drainer",
                      "external_corpus_manager"):  # fmt: skip
             setattr(self, name, None)
+        for name, value in self.setup.server:
+            setattr(self, name, value)
         self._init_kinds()
         self.init_running_status()
         self.init_chunked_prefill_here()

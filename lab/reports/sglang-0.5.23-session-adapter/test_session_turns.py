@@ -5,6 +5,7 @@ Turns overlap, are retracted, come with another key, or end with a token that ha
 
 import unittest
 from array import array
+from types import SimpleNamespace
 
 import torch
 
@@ -14,7 +15,8 @@ from sglang.srt.managers.io_struct import (
     SessionParams,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, release_req
+from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -178,6 +180,33 @@ class TestSessionTurns(unittest.TestCase):
         session.abort_req()  # the waiting request is aborted, as in abort_request
         self.assertEqual(self.close(), (SLOTS, ROWS))
         self.assertNotIn("s", self.sessions)
+
+    def test_a_turn_gives_way_only_if_that_frees_a_row(self):
+        turn, _ = self.run_turn("1", range(3, 13))
+        sampling = SamplingParams(max_new_tokens=8)
+        sampling.normalize(None)
+        plain = Req("2", "", array("q", range(20, 25)), sampling, eos_token_ids={2}, vocab_size=1000)
+        turn.priority = plain.priority = 0
+        urgent = Req("3", "", array("q", range(30, 35)), sampling, eos_token_ids={2}, vocab_size=1000)
+        urgent.priority = 1
+        self.prefill(plain)
+        urgent.init_next_round_input(self.cache)
+        for running in (turn, plain):
+            with self.subTest(rid=running.rid):
+                batch = SimpleNamespace(
+                    reqs=[running],
+                    filter_batch=lambda keep_indices: None,
+                    release_req=lambda _, left: release_req(
+                        req=running, remaing_req_count=left, req_to_token_pool=self.rows,
+                        token_to_kv_pool_allocator=self.allocator, tree_cache=self.cache,
+                        hisparse_coordinator=None,
+                    ),
+                )  # fmt: skip
+                free = self.rows.available_size()
+                adder = PrefillAdder(1, self.cache, self.allocator, batch, 1.0, 64, None)
+                gives_way = adder.preempt_to_schedule(urgent)
+                self.assertEqual(self.rows.available_size(), free + gives_way)
+                self.assertEqual(gives_way, running is plain)
 
     def test_a_turn_with_another_adapter_or_salt_does_not_run_on_its_sessions_kv(self):
         for keys in ({"lora_id": "b"}, {"extra_key": "b"}, {"cache_salt": "b"}):
