@@ -46,6 +46,8 @@ def sglang_case(seed: int, family: str) -> Case:
         "overlaps": family == "sessions" and rng.random() < 0.3,  # a turn comes beside another
         "adapters": rng.random() < 0.3,
         "switches": rng.random() < 0.3,  # a session's turns have several adapters
+        "priorities": None,
+        "queue": None,
     }
     return Case("sglang", family, seed, settings, tuple(_verbs(rng, settings)))
 

@@ -35,7 +35,7 @@ from lab.engines.releases import RELEASES, ROOT, fetch, release_path
 from lab.engines.report import LAW_TEXTS, write_report
 from lab.engines.server import Engine
 from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
-from lab.engines.sglang_cases import past_case, sglang_case
+from lab.engines.sglang_cases import newest_case, past_case, sglang_case
 from lab.engines.shrink import shrunk
 from lab.engines.vllm_cases import FAMILIES as VLLM_FAMILIES
 from lab.engines.vllm_cases import PLAIN, vllm_case
@@ -99,6 +99,17 @@ def test_a_sessions_turns_have_one_adapter_unless_the_settings_say_so() -> None:
         is_own = fault is not None and fault.thread.endswith("session-adapter")
         assert case.settings["overlaps"] or is_own == several  # overlapping turns are another fault
     assert switched == {True: True, False: False}
+
+
+def test_some_cases_have_priorities_and_all_of_their_requests_have_one() -> None:
+    cases = [newest_case(seed, "sessions") for seed in range(80)]
+    for case in cases:
+        asked = [verb.given for verb in case.verbs if "most" in verb.given]
+        assert all(("priority" in given) == bool(case.settings["priorities"]) for given in asked)
+    hurried = [case for case in cases if case.settings["priorities"]]
+    assert 10 < len(hurried) < 40
+    assert {case.settings["queue"] for case in hurried} == {None, 2, 5}
+    assert not any(past_case(seed, "decode").settings["priorities"] for seed in range(40))
 
 
 def test_cases_of_old_releases_have_states_or_a_window_and_no_adapters() -> None:
