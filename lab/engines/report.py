@@ -41,7 +41,8 @@ def write_report(out: Path, release: str, case: Case, finding: Finding) -> Path:
     case.write(folder / "case.json")
     has_script = case.engine == "vllm" and not case.settings["connector"]
     has_script &= {verb.name for verb in case.verbs} <= _SCRIPTED
-    has_script &= case.settings.get("stages", 1) == 1 and not case.settings.get("images")
+    has_script &= case.settings.get("stages", 1) == 1
+    has_script &= not case.settings.get("images") and not case.settings.get("adapters")
     has_script &= all(group["kind"] != "states" for group in case.settings.get("groups", ()))
     if has_script:
         (folder / "replay.py").write_text(_script(case, finding), encoding="utf-8")
@@ -75,6 +76,8 @@ def flags(case: Case) -> list[str]:
         shown.append(f"with an encoder cache of {settings['images']['cache']} tokens")
         if settings["images"]["whole"]:
             shown.append("--disable-chunked-mm-input")
+    if settings.get("adapters"):
+        shown.append(f"--enable-lora --max-loras {settings['adapters']}")
     if settings["long_prefill"]:
         shown.append(f"--long-prefill-token-threshold {settings['long_prefill']}")
     if settings["drafter"]:

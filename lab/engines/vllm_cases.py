@@ -33,6 +33,7 @@ PLAIN = {
     "watermark": 0.0,
     "interval": 1,
     "whole": True,
+    "adapters": 0,
 }
 
 
@@ -40,7 +41,13 @@ def vllm_case(seed: int, family: str) -> Case:
     """Return the case of a seed."""
     rng = random.Random(f"{family} {seed}")
     settings = _settings(rng, family)
-    return Case("vllm", family, seed, settings, tuple(_verbs(rng, settings)))
+    verbs = _verbs(rng, settings)
+    rng = random.Random(f"adapters {family} {seed}")
+    settings["adapters"] = rng.choice((0, 0, 0, 0, 1, 2))  # that a step may have
+    for verb in verbs:
+        if settings["adapters"] and verb.name == "send":
+            verb.given["adapter"] = rng.choice((0, 1, 1, 2, 3))
+    return Case("vllm", family, seed, settings, tuple(verbs))
 
 
 def _settings(rng: random.Random, family: str) -> dict[str, Any]:

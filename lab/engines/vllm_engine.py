@@ -15,11 +15,13 @@ import torch
 from vllm.config import (
     CacheConfig,
     KVTransferConfig,
+    LoRAConfig,
     ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -162,6 +164,8 @@ def _config(settings: Mapping[str, Any]) -> Any:
     config.cache_config.enable_prefix_caching = settings["caching"]
     if settings["drafter"] == "eagle":
         config.speculative_config.method = "eagle"
+    if settings.get("adapters"):
+        config.lora_config = LoRAConfig(max_loras=settings["adapters"])
     return config
 
 
@@ -213,6 +217,7 @@ def make_request(
     priority: int,
     arrival: int,
     images: Sequence[Sequence[int]] = (),
+    adapter: int = 0,
 ) -> Any:
     """Return a request as the engine core makes it of one that came."""
     sampling = SamplingParams(max_tokens=most, temperature=0.0, stop_token_ids=[STOP])
@@ -227,6 +232,7 @@ def make_request(
         "arrival_time": float(arrival),
         "block_hasher": _hasher(scheduler),
         "mm_features": features(images),
+        "lora_request": LoRARequest(f"adapter {adapter}", adapter, "/none") if adapter else None,
     }
     takes = inspect.signature(Request.__init__).parameters
     return Request(**{key: value for key, value in given.items() if key in takes})

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 MOST_TURNS = 3000
 #: The samples that a request asks for at most.
 MOST_SAMPLES = 2
+#: Salts are below; 0 is none.
+MOST_SALTS = 10
 #: The package whose functions name the place of an exception.
 PACKAGE = "/vllm/"
 
@@ -276,6 +278,7 @@ class VllmLoop:
         priority: int = 0,
         samples: int = 1,
         images: Sequence[Sequence[int]] = (),
+        adapter: int = 0,
     ) -> None:
         """A request comes: `shared` tokens of a stem, and own ones up to its length.
 
@@ -289,13 +292,12 @@ class VllmLoop:
         for offset, size, _ in images:
             tokens[offset : offset + size] = [IMAGE] * size
         self.num_sent += 1
+        given = salt, priority, self.num_sent, images, adapter
         for name in self.names_of(number)[:samples]:
-            self.requests[name] = RequestView(Text(tokens, salt, images), most)
-            self.scheduler.add_request(
-                make_request(
-                    self.scheduler, name, tokens, most, salt, priority, self.num_sent, images
-                )
-            )
+            # KV of another adapter is other KV, as with another salt.
+            text = Text(tokens, salt + MOST_SALTS * adapter, images)
+            self.requests[name] = RequestView(text, most)
+            self.scheduler.add_request(make_request(self.scheduler, name, tokens, most, *given))
 
     @staticmethod
     def names_of(number: int) -> list[str]:

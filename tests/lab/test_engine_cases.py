@@ -101,6 +101,15 @@ def test_a_sessions_turns_have_one_adapter_unless_the_settings_say_so() -> None:
     assert switched == {True: True, False: False}
 
 
+def test_a_request_of_vllm_has_an_adapter_only_if_the_server_takes_some() -> None:
+    numbers: set[int] = set()
+    for case in (vllm_case(seed, "plain") for seed in range(80)):
+        sent = [verb.given for verb in case.verbs if verb.name == "send"]
+        assert all(("adapter" in given) == bool(case.settings["adapters"]) for given in sent)
+        numbers |= {given.get("adapter", 0) for given in sent}
+    assert numbers == {0, 1, 2, 3}
+
+
 def test_some_cases_have_priorities_and_all_of_their_requests_have_one() -> None:
     cases = [newest_case(seed, "sessions") for seed in range(80)]
     for case in cases:
