@@ -150,7 +150,8 @@ def _sglang() -> tuple[Case, Any, dict[str, Plant]]:
         player.loop.run_batch = run_batch
         return True
 
-    settings = PLAIN | {"sessions": 0, "num_tokens": 256, "window": 8, "window_tokens": 128}
+    settings: dict[str, Any] = PLAIN | {"sessions": 0, "num_tokens": 256}
+    settings |= {"window": 8, "window_tokens": 128}
     settings |= {"states": 32, "strategy": "extra_buffer", "grain": 4, "interval": 16}
     verbs = [
         Verb(at, "send", {"number": at, "stem": 0, "shared": 20, "length": 30, "most": 20})

@@ -32,7 +32,7 @@ from lab.engines.sglang_states import StateSteps, StateText, state_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class HybridSetup(sglang_loop.Setup):
+class HybridSetup(sglang_loop.Setup):  # type: ignore[misc]
     """A run of a model with other layers than full attention."""
 
     window: int = 0  # positions before a query that it reads; 0 is no window
@@ -52,7 +52,7 @@ class WindowPools(SWAKVPool):  # type: ignore[misc]
         self.device, self.full_to_swa_index_mapping = "cpu", None
 
 
-class HybridDevice(Device):
+class HybridDevice(Device):  # type: ignore[misc]
     """A device whose steps also write and read the slots of a window.
 
     `begins` has the first position that the running step computes, by the request's id: a step
@@ -91,7 +91,7 @@ class HybridDevice(Device):
             self.faults[-1] = self.faults[-1].replace(" target slots", " window slots")
 
 
-class HybridLoop(sglang_loop.Loop):
+class HybridLoop(sglang_loop.Loop):  # type: ignore[misc]
     """SGLang's scheduler over a fake model with a window or with recurrent layers."""
 
     def _arguments(self) -> ServerArgs:
@@ -153,7 +153,7 @@ class HybridLoop(sglang_loop.Loop):
         self.model_worker.hook = self._before
         if setup.states:
             self.model_config.hf_text_config = SimpleNamespace(mamba_chunk_size=setup.grain)
-            torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
+            torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
             self.text_kind = StateText
             self.state_steps = StateSteps(self.model_worker, self.req_to_token_pool, setup)
 
