@@ -38,6 +38,8 @@ BEHIND = ", and a turn waits behind it whose session holds slots and is closed w
 #: Of a case that was clean until a flush emptied the pools although requests were under way.
 FLUSHED = ", after a flush with requests under way"
 ROWLESS = ", and the first that waits has a row in its session, but no other one is free"
+#: Of a recurrent state, read by a step or cached.
+STATE = "the state behind "
 #: What silently wrong KV breaks, whoever looks first.
 WRONG_KV = ("cache truth", "content", "text")
 
@@ -113,6 +115,11 @@ def _switches(case: Case) -> bool:
     named = [verb.given for verb in case.verbs if verb.name == "turn"]
     adapters = {(turn["session"], turn.get("adapter", 0)) for turn in named}
     return len(adapters) > len({session for session, _ in adapters})
+
+
+def _leaves_a_state_behind_a_page(case: Case) -> bool:
+    """Whether a turn that begins inside a page may leave its state to the tree."""
+    return case.settings["page"] > 1 and _plays(case, "turn", 2) and _plays(case, "abort")
 
 
 def _has(case: Case, kind: str) -> bool:
@@ -354,7 +361,7 @@ KNOWN = (
         "sglang",
         "0.5.22",
         "0.5.23",
-        ("content", "rows", "conservation", "exception", "progress", "text"),
+        ("content", "rows", "conservation", "exception", "progress", "text", "states"),
         _switches,
         "lab/reports/sglang-0.5.23-session-adapter",
     ),
@@ -367,6 +374,28 @@ KNOWN = (
         lambda case: _plays(case, "turn"),
         "lab/reports/sglang-0.5.23-session-retracted",
         says=UNCLOSED,
+    ),
+    KnownFault(
+        "a turn goes on from the state of its session's last round, which has other tokens",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("states", "cache truth"),
+        lambda case: bool(case.settings["shape"]) and _plays(case, "turn", 2),
+        "lab/reports/sglang-0.5.23-session-states",
+        says=STATE,
+        stays=True,
+    ),
+    KnownFault(
+        "an aborted turn leaves its state under a key that ends at the page before",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("states", "cache truth"),
+        _leaves_a_state_behind_a_page,
+        "lab/reports/sglang-0.5.23-session-page-of-a-state",
+        says=STATE,
+        stays=True,
     ),
     KnownFault(
         "a prompt that the entry accepts leaves less than a page of the pool, and waits for ever",

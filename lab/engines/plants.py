@@ -52,8 +52,11 @@ def _sglang() -> tuple[Case, Any, dict[str, Plant]]:
             kv.req_pool_idx, kv.cache_protected_len : kv.kv_allocated_len
         ]
 
+    def full(player: Any) -> Any:
+        return player.loop.token_to_kv_pool_allocator.full_attn_allocator
+
     def lose_page(player: Any) -> bool:
-        allocator = player.loop.token_to_kv_pool_allocator
+        allocator = full(player)
         allocator.free_pages = allocator.free_pages[1:]
         return True
 
@@ -61,8 +64,35 @@ def _sglang() -> tuple[Case, Any, dict[str, Plant]]:
         player.loop.req_to_token_pool.free_slots.pop()
         return True
 
+    def lose_window_page(player: Any) -> bool:
+        allocator = player.loop.token_to_kv_pool_allocator.swa_attn_allocator
+        allocator.free_pages = allocator.free_pages[1:]
+        return True
+
+    def lose_state(player: Any) -> bool:
+        allocator = player.loop.req_to_token_pool.mamba_allocator
+        allocator.free_slots = allocator.free_slots[1:]
+        return True
+
+    def spoil_window(player: Any) -> bool:
+        if running(player) is not None:
+            device = player.loop.simulated
+            device.window.held[device.mapped(own_slots(player)[:1].numpy())] = 5
+        return running(player) is not None
+
+    def spoil_state(player: Any) -> bool:
+        if running(player) is not None:
+            player.loop.req_to_token_pool.mamba_pool.mamba_cache.temporal[:] = 5
+        return running(player) is not None
+
+    def lock_window_twice(player: Any) -> bool:
+        nodes = [node for _, node, _, _ in player.accounts._nodes()]
+        if nodes:
+            nodes[-1].component_data[ComponentType.SWA].lock_ref += 1
+        return bool(nodes)
+
     def free_twice(player: Any) -> bool:
-        allocator = player.loop.token_to_kv_pool_allocator
+        allocator = full(player)
         allocator.free(allocator.free_pages[:1].clone())
         return True
 
@@ -79,7 +109,7 @@ def _sglang() -> tuple[Case, Any, dict[str, Plant]]:
 
     def share_row(player: Any) -> bool:
         if running(player) is not None:
-            own_slots(player)[-1] = player.loop.token_to_kv_pool_allocator.free_pages[0]
+            own_slots(player)[-1] = full(player).free_pages[0]
         return running(player) is not None
 
     def commit_more(player: Any) -> bool:
@@ -107,9 +137,9 @@ def _sglang() -> tuple[Case, Any, dict[str, Plant]]:
         return data is not None
 
     def admit_all(player: Any) -> bool:
-        allocator = player.loop.token_to_kv_pool_allocator
+        allocator = full(player)
         allocator.free(torch.empty(0, dtype=torch.int64))
-        allocator.available_size = lambda: 1 << 20
+        allocator.available_size = lambda: allocator.size
         allocator.free_pages, allocator.release_pages = allocator.free_pages[:0], torch.empty(0)
         return True
 
@@ -120,26 +150,33 @@ def _sglang() -> tuple[Case, Any, dict[str, Plant]]:
         player.loop.run_batch = run_batch
         return True
 
-    settings = PLAIN | {"sessions": 0, "num_tokens": 256}
+    settings: dict[str, Any] = PLAIN | {"sessions": 0, "num_tokens": 256}
+    settings |= {"window": 8, "window_tokens": 128}
+    settings |= {"states": 32, "strategy": "extra_buffer", "grain": 4, "interval": 16}
     verbs = [
         Verb(at, "send", {"number": at, "stem": 0, "shared": 20, "length": 30, "most": 20})
         for at in (1, 2, 8, 40)
     ]
     return (
-        Case("sglang", "plain", 1, settings, tuple(verbs)),
+        Case("sglang", "states", 1, settings, tuple(verbs)),
         NewestPlayer,
         {
             "conservation": lose_page,
+            "conservation of a window's pages": lose_window_page,
+            "conservation of states": lose_state,
             "conservation of rows": lose_row,
             "one owner": free_twice,
             "content": spoil_slot,
+            "content of a window": spoil_window,
             "cache truth": spoil_cache,
+            "states": spoil_state,
             "rows": share_row,
             "lengths": commit_more,
             "text": say_more,
             "progress": run_nothing,
             "progress of a lost request": lose_requests,
             "locks": lock_twice,
+            "locks of a window": lock_window_twice,
             "admission": admit_all,
             "exception": stop,
         },

@@ -107,6 +107,14 @@ def _sglang_flags(settings: dict[str, Any]) -> list[str]:
         shown.append(f"--num-reserved-decode-tokens {settings['reserved']}")
     if settings.get("window"):
         shown.append(f"with a window of {settings['window']}, {settings['window_tokens']} slots")
+    if settings.get("states"):
+        shown.append(
+            f"--max-mamba-cache-size {settings['states']} "
+            f"--mamba-radix-cache-strategy {settings['strategy']} "
+            f"--mamba-track-interval {settings['interval']} "
+            f"--mamba-max-states-per-path {settings['most_states']}"
+        )
+        shown.append(f"with recurrent layers of chunks of {settings['grain']} tokens")
     if settings["sessions"]:
         shown.append("--enable-streaming-session")
     if settings.get("queue"):

@@ -28,11 +28,11 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.server_args import ServerArgs
 from sglang_device import KV, Device
 
-from lab.engines.sglang_states import StateSteps, StateText, state_rows, step_begins
+from lab.engines.sglang_states import StateSteps, StateText, state_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class HybridSetup(sglang_loop.Setup):
+class HybridSetup(sglang_loop.Setup):  # type: ignore[misc]
     """A run of a model with other layers than full attention."""
 
     window: int = 0  # positions before a query that it reads; 0 is no window
@@ -52,7 +52,7 @@ class WindowPools(SWAKVPool):  # type: ignore[misc]
         self.device, self.full_to_swa_index_mapping = "cpu", None
 
 
-class HybridDevice(Device):
+class HybridDevice(Device):  # type: ignore[misc]
     """A device whose steps also write and read the slots of a window.
 
     `begins` has the first position that the running step computes, by the request's id: a step
@@ -91,7 +91,7 @@ class HybridDevice(Device):
             self.faults[-1] = self.faults[-1].replace(" target slots", " window slots")
 
 
-class HybridLoop(sglang_loop.Loop):
+class HybridLoop(sglang_loop.Loop):  # type: ignore[misc]
     """SGLang's scheduler over a fake model with a window or with recurrent layers."""
 
     def _arguments(self) -> ServerArgs:
@@ -150,18 +150,23 @@ class HybridLoop(sglang_loop.Loop):
         if setup.window:
             self.full_tokens_per_layer = self.max_total_num_tokens
             self.swa_tokens_per_layer = setup.window_tokens
-            self.model_worker.hook = self._note_begins
+        self.model_worker.hook = self._before
         if setup.states:
             self.model_config.hf_text_config = SimpleNamespace(mamba_chunk_size=setup.grain)
-            torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
+            torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
             self.text_kind = StateText
-            StateSteps(self.model_worker, self.req_to_token_pool, setup)
+            self.state_steps = StateSteps(self.model_worker, self.req_to_token_pool, setup)
 
-    def _note_begins(self, phase: str, batch: Any) -> None:
-        """Say where each request's step begins, before it runs."""
-        begins = step_begins(phase, batch, self.setup.shape is not None)
+    def _before(self, phase: str, batch: Any) -> None:
+        """Say where each request's step begins, and what state it reads, before it runs."""
+        if phase == "extend":
+            begins = list(batch.prefix_lens)
+        else:  # without drafts, the token that a step computes is in its length
+            begins = [length - (self.setup.shape is None) for length in batch.seq_lens.tolist()]
         names = [req.rid for req in batch.reqs]
         self.simulated.begins = dict(zip(names, begins, strict=True))
+        if self.setup.states:
+            self.state_steps.begin(phase, batch, begins)
 
     def finish(self) -> sglang_loop.Outcome:
         """Close the sessions, and drop the cache."""

@@ -152,7 +152,7 @@ def _content(text: str, turns: Container[str]) -> Finding:
     kind = re.search(r"(draft|target|window) slots wrongly", text)
     if kind:
         return Finding("content", f"{kind[1]} KV read of {reader}", text)
-    if "goes on from state" in text:
+    if "goes on from" in text:
         return Finding("states", f"a step of {reader}", text)
     if "is fed" in text:
         return Finding("content", f"tokens fed to {reader}", text)

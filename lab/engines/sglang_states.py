@@ -18,14 +18,6 @@ from sglang.srt.speculative.spec_utils import _verify_commit_step_indices
 from lab.engines.content import Keys, Text, digest
 
 
-def step_begins(phase: str, batch: Any, has_drafts: bool) -> list[int]:
-    """Return for each request of a batch the first position that its step computes."""
-    if phase == "extend":
-        return list(batch.prefix_lens)
-    lens: list[int] = batch.seq_lens.tolist()  # without drafts, with the token to compute
-    return lens if has_drafts else [length - 1 for length in lens]
-
-
 def state_rows(setup: Any, width: int) -> HybridReqToTokenPool:
     """Return SGLang's table of rows with a pool of states, whose temporal part is a key."""
     shape = SimpleNamespace(conv=[(2, 1)], temporal=(1, 1, 1), disable_conv_window_dedup=True)
@@ -61,13 +53,12 @@ class StateText(Text):
 
 
 class StateSteps:
-    """The states of a fake worker, whose steps it wraps."""
+    """The states of a fake worker, whose steps it wraps; `begin` is called before each of them."""
 
     def __init__(self, worker: Any, rows: HybridReqToTokenPool, setup: Any) -> None:
         self.worker, self.rows, self.setup = worker, rows, setup
         self.keys = rows.mamba_pool.mamba_cache.temporal.reshape(-1)
         self.batch: Any = None
-        worker.hook = self.begin
         self.forward, worker.forward_batch_generation = worker.forward_batch_generation, self.run
         if setup.shape is not None:
             self.follow, worker._follow = worker._follow, self.verified
@@ -80,7 +71,7 @@ class StateSteps:
             self.end(batch, is_extend)
         return result
 
-    def begin(self, phase: str, batch: Any) -> None:
+    def begin(self, phase: str, batch: Any, begins: list[int]) -> None:
         """What SGLang does before a step, and what a step reads."""
         self.batch, pool = batch, self.rows
         if phase == "extend":
@@ -88,13 +79,13 @@ class StateSteps:
                 pool.mamba_pool.clear_slots(batch.mamba_clear_indices)
             if batch.mamba_cow_src_indices is not None:
                 pool.copy_mamba_state(batch.mamba_cow_src_indices, batch.mamba_cow_dst_indices)
-        begins = step_begins(phase, batch, self.setup.shape is not None)
         for req, slot, begin in zip(batch.reqs, self.slots(batch), begins, strict=True):
             held, text = int(self.keys[slot]), self.worker.texts[req.rid]
             if held != text.state_key(begin):
-                why = "is one of other tokens" if held else "is cleared"
+                why = "has other tokens" if held else "is cleared"
                 self.worker.device.faults.append(
-                    f"{req.rid} goes on from state {slot} behind {begin} tokens, which {why}"
+                    f"{req.rid} goes on from the state behind {begin} tokens in slot {slot}, which "
+                    f"{why}"
                 )
 
     def slots(self, batch: Any) -> list[int]:

@@ -23,8 +23,12 @@ from lab.engines.known import (
     FLUSHED,
     FULL,
     KNOWN,
+    NO_CHUNKS,
+    OWN_CHUNK,
+    OWN_WINDOW,
     RESUMES,
     RETRACTED,
+    STATE,
     UNCLOSED,
     VICTIM,
     KnownFault,
@@ -132,6 +136,54 @@ def test_cases_of_old_releases_have_states_or_a_window_and_no_adapters() -> None
     assert not any("adapter" in verb.given for case in cases for verb in case.verbs)
     drafting = [case for case in cases if case.settings["shape"]]
     assert all(case.settings["overlap"] for case in drafting)
+
+
+def test_todays_windows_and_states_are_what_a_server_accepts() -> None:
+    for family in ("plain", "sessions"):
+        assert all(newest_case(seed, family) == sglang_case(seed, family) for seed in range(20))
+    cases = {name: [newest_case(seed, name) for seed in range(80)] for name in ("window", "states")}
+    assert all(
+        any(verb.name == "turn" for case in drawn for verb in case.verbs)
+        for drawn in cases.values()
+    )
+    for drawn in (case.settings for case in cases["window"]):
+        assert drawn["window"] + drawn["page"] < drawn["window_tokens"] <= drawn["num_tokens"]
+    strategies = set()
+    for drawn in (case.settings for case in cases["states"]):
+        strategies.add(drawn["strategy"])
+        assert drawn["strategy"] != "no_buffer" or (drawn["page"] == 1 and not drawn["overlap"])
+        assert drawn["strategy"] != "extra_buffer_lazy" or drawn["overlap"]
+        assert drawn["interval"] % drawn["page"] == 0
+        assert drawn["interval"] >= (drawn["shape"] or [0])[-1]
+        grains = sorted((drawn["grain"], drawn["page"]))
+        assert grains[1] % grains[0] == 0
+        assert drawn["states"] >= 3 * drawn["rows"]
+    assert strategies == {"no_buffer", "extra_buffer", "extra_buffer_lazy"}
+
+
+def test_states_of_sessions_are_known_by_what_their_fault_needs() -> None:
+    text = f"1001 goes on from {STATE}3 tokens in slot 2, which has other tokens"
+    turns = (Verb(1, "turn", {"session": 0}), Verb(2, "turn", {"session": 0}))
+    given = {"shape": [3, 1, 4], "page": 1, "window": 0}
+    drafting = Case("sglang", "states", 1, given, turns)
+    fault = known_fault("sglang-0.5.23", drafting, Finding("states", "a step", text))
+    assert fault is not None and fault.thread.endswith("session-states")
+    plain = dataclasses.replace(drafting, settings=given | {"shape": None})
+    assert known_fault("sglang-0.5.23", plain, Finding("states", "a step", text)) is None
+    paged = dataclasses.replace(plain, settings=plain.settings | {"page": 4})
+    assert known_fault("sglang-0.5.23", paged, Finding("states", "a step", text)) is None
+    stopped = dataclasses.replace(paged, verbs=(*turns, Verb(3, "abort", {"number": 1})))
+    fault = known_fault("sglang-0.5.23", stopped, Finding("cache truth", "pages", text))
+    assert fault is not None and fault.thread.endswith("page-of-a-state")
+
+
+@pytest.mark.parametrize("note", [OWN_WINDOW, OWN_CHUNK, NO_CHUNKS])
+def test_a_wait_for_slots_of_a_window_is_known_by_its_note(note: str) -> None:
+    given = {"window": 4, "chunk": None if note == NO_CHUNKS else 48, "page": 1, "shape": None}
+    case = Case("sglang", "window", 1, given, ())
+    fault = known_fault("sglang-0.5.23", case, Finding("progress", "turn", f"stuck{note}"))
+    assert fault is not None and fault.says == note
+    assert known_fault("sglang-0.5.23", case, Finding("progress", "turn", "stuck")) is None
 
 
 def test_the_decode_side_and_the_allocator_alone_have_cases_of_their_own() -> None:
