@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -131,6 +132,9 @@ class StateRows(memory_pool.HybridReqToTokenPool if HAS_STATES else object):  # 
     def __init__(self, settings: dict[str, Any]) -> None:
         shape = SimpleNamespace(conv=(2, 1), temporal=(1, 1, 1))
         dtype = SimpleNamespace(conv=torch.int64, temporal=torch.int64)
+        since = {"mamba_spec_state_size": 0, "mamba_layer_ids": [0]}  # and 0.5.10
+        since |= {"enable_mamba_extra_buffer": False, "enable_overlap_schedule": False}
+        takes = inspect.signature(memory_pool.HybridReqToTokenPool).parameters
         super().__init__(
             size=settings["rows"],
             mamba_size=3 * settings["rows"] + settings["spare_states"],  # the least that it takes
@@ -138,6 +142,7 @@ class StateRows(memory_pool.HybridReqToTokenPool if HAS_STATES else object):  # 
             device="cpu",
             enable_memory_saver=False,
             cache_params=SimpleNamespace(shape=shape, dtype=dtype, layers=[0]),
+            **{name: value for name, value in since.items() if name in takes},
         )
 
     def keys(self) -> torch.Tensor:
