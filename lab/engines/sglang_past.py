@@ -426,7 +426,8 @@ class PastPlayer(Player):
         """Return what is not given back of recurrent states; the laws count the rest."""
         if "spare_states" not in self.case.settings or not self.is_evicted:
             return []
-        pool = self.loop.req_to_token_pool.mamba_pool
+        rows = self.loop.req_to_token_pool
+        pool = getattr(rows, "mamba_allocator", rows.mamba_pool)  # since 0.5.14
         free, size = pool.available_size(), pool.size
         return [] if free == size else [f"no request is left, and {free} of {size} states are free"]
 

@@ -130,11 +130,12 @@ class StateRows(memory_pool.HybridReqToTokenPool if HAS_STATES else object):  # 
     """Rows with a recurrent state each, whose temporal part is the key of what it has consumed."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        shape = SimpleNamespace(conv=(2, 1), temporal=(1, 1, 1))
-        dtype = SimpleNamespace(conv=torch.int64, temporal=torch.int64)
-        since = {"mamba_spec_state_size": 0, "mamba_layer_ids": [0]}  # and 0.5.10
-        since |= {"enable_mamba_extra_buffer": False, "enable_overlap_schedule": False}
         takes = inspect.signature(memory_pool.HybridReqToTokenPool).parameters
+        since = {"mamba_spec_state_size": 1, "mamba_layer_ids": [0]}  # 0.5.10
+        since |= {"enable_mamba_extra_buffer": False, "enable_overlap_schedule": False}
+        conv = [(2, 1)] if "mamba_layer_ids" in takes else (2, 1)
+        shape = SimpleNamespace(conv=conv, temporal=(1, 1, 1))
+        dtype = SimpleNamespace(conv=torch.int64, temporal=torch.int64)
         super().__init__(
             size=settings["rows"],
             mamba_size=3 * settings["rows"] + settings["spare_states"],  # the least that it takes

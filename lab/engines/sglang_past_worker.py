@@ -150,7 +150,7 @@ class PastWorker:
         """Go on from the state of exactly the tokens before, to the one of all."""
         if not self.has_states:
             return
-        keys, row = self.rows.keys(), self.batch.reqs[lane].req_pool_idx
+        keys, row = self.rows.keys(), int(self.batch.req_pool_indices[lane])
         at = int(self.rows.req_index_to_mamba_index_mapping[row])
         if begin and int(keys[at]) != text.state_key(begin):
             self.device.faults.append(
@@ -161,6 +161,10 @@ class PastWorker:
     def _extend(self, batch: Any, publish: Any) -> dict[str, Any]:
         taken = 0
         said: list[int] = []
+        copied = getattr(batch, "mamba_cow_src_indices", None)
+        if copied is not None:  # cached states that requests go on from; since 0.5.14
+            keys = self.rows.keys()
+            keys[batch.mamba_cow_dst_indices] = keys[copied]
         tokens, slots = batch.input_ids.tolist(), batch.out_cache_loc.numpy()
         lens = zip(self.batch.prefix_lens, self.batch.extend_lens, strict=True)
         for (rid, text, length, row), (begin, count) in zip(self._lanes(batch), lens, strict=True):
