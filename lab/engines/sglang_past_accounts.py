@@ -35,6 +35,12 @@ def is_unified(node: Any) -> bool:
     return hasattr(node, "component_data")
 
 
+def _components(tree: Any) -> list[Any]:
+    """The parts of a tree of components; none of another tree."""
+    parts = getattr(getattr(tree, "inner", tree), "components", ())
+    return list(parts.values()) if isinstance(parts, dict) else list(parts)
+
+
 class PastAccounts:
     """Accounts of the pages of each pool, and of the rows, of one scheduler."""
 
@@ -51,6 +57,9 @@ class PastAccounts:
         self.pools = {"pages": PageAccounts(self.device, full, self.page_size)}
         if self.window is not None:
             self.pools["window"] = PageAccounts(self.device, self.window, self.page_size)
+        for part in _components(loop.tree_cache):
+            if hasattr(part, "_free_full"):  # 0.5.16 took the call before it was wrapped
+                part._free_full = full.free
         free = loop.req_to_token_pool.free_slots  # without row 0 since 0.5.13
         sinks = {*range(max(free) + 1)} - {*free}
         self.rows = Accounts(self.device, max(free) + 1, sinks)
