@@ -1,4 +1,4 @@
-"""`PastLoop`: SGLang's scheduler of releases 0.5.1 to 0.5.14, with a fake model, on a CPU.
+"""`PastLoop`: SGLang's scheduler of releases 0.5.1 to 0.5.21, with a fake model, on a CPU.
 
 Its own constructor makes its queues, trees, policies and checks; only the worker, the groups of
 ranks, the sockets and the threads are replaced. Ranges of releases differ in what a worker takes
