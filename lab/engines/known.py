@@ -607,6 +607,17 @@ KNOWN = (
         ("text",),
         lambda case: bool(case.settings["shape"]),
         "read: `_cap_finished_len_at_max_new_tokens` since 0.5.18",
+        "end",
+    ),
+    KnownFault(
+        "a turn that is retracted is part of its session's history, also when it is then aborted",
+        "sglang",
+        "0.5.11",
+        "0.5.21",
+        ("text",),
+        lambda case: _plays(case, "turn", 2) and _plays(case, "abort"),
+        "SGLang #40252 (open)",
+        "prompt of a turn",
     ),
     KnownFault(
         "a request is to have room for a whole window beside the one that its cached prefix locks",
@@ -622,17 +633,17 @@ KNOWN = (
         "a refusal while nothing runs marks the batch as full, and closing a session does not undo",
         "sglang",
         "0.5.11",
-        "0.5.14",  # the last one here of those loops
+        "0.5.21",
         ("progress",),
         lambda case: _plays(case, "turn"),
-        "read: the mark is cleared where nothing runs in 0.5.23; related to SGLang #28530",
+        "read: the mark is cleared where nothing runs in 0.5.22; related to SGLang #28530",
         says=FULL,
     ),
     KnownFault(
         "a turn that is aborted in the queue stays its session's turn, and that never closes",
         "sglang",
         "0.5.11",
-        "0.5.14",  # the last one here of those loops
+        "0.5.21",
         ("conservation", "progress"),
         lambda case: _plays(case, "turn") and _plays(case, "abort"),
         "SGLang #31765",

@@ -47,7 +47,7 @@ def load(engine: str) -> Engine:
     if engine == "sglang":
         from lab.engines import sglang_cases as cases
 
-        if importlib.util.find_spec("sglang.kernels") is None:  # until 0.5.14
+        if importlib.util.find_spec("sglang.srt.mem_cache.chunk_cache"):  # until 0.5.21
             from lab.engines.sglang_past import run_sglang as run_past
 
             return Engine(cases.past_case, run_past, cases.PLAIN, cases.PAST_FAMILIES)

@@ -99,8 +99,13 @@ class AllocatorPlayer:
     def end(self, number: int) -> None:
         """A row ends."""
         row = self.rows.pop(number, None)
-        if row is not None:
-            self.allocator.free(row.slots)
+        if row is None:
+            return
+        left = 0
+        if hasattr(self.allocator, "free_full"):  # it is not to name what has left, since 0.5.20
+            left = row.left
+            self.allocator.free_full(row.slots[:left])
+        self.allocator.free(row.slots[left:])
 
     def _mapped(self, slots: torch.Tensor) -> torch.Tensor:
         mapped: torch.Tensor = self.allocator.full_to_swa_index_mapping[slots]

@@ -9,7 +9,7 @@ from typing import Any
 from lab.engines.case import Case, Verb
 
 FAMILIES = ("plain", "sessions", "window", "states")
-#: Until 0.5.14; `decode` in 0.5.1 and 0.5.2.
+#: Until 0.5.21; `decode` in 0.5.1 and 0.5.2.
 PAST_FAMILIES = ("plain", "sessions", "window", "states", "allocator", "decode")
 #: What a shrunk case has, where its fault does not need something else.
 PLAIN = {
@@ -113,7 +113,7 @@ def _with_priorities(case: Case) -> Case:
 
 
 def past_case(seed: int, family: str) -> Case:
-    """Return the case of a seed for a release until 0.5.14: drafts are chains, and overlap."""
+    """Return the case of a seed for a release until 0.5.21: drafts are chains, and overlap."""
     case = sglang_case(seed, family)
     shape = case.settings["shape"]
     settings = {"shape": shape and [shape[0], 1, shape[0] + 1], "adapters": False}

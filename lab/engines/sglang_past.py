@@ -1,4 +1,4 @@
-"""`PastLoop`: SGLang's scheduler of releases 0.5.1 to 0.5.14, with a fake model, on a CPU.
+"""`PastLoop`: SGLang's scheduler of releases 0.5.1 to 0.5.21, with a fake model, on a CPU.
 
 Its own constructor makes its queues, trees, policies and checks; only the worker, the groups of
 ranks, the sockets and the threads are replaced. Ranges of releases differ in what a worker takes
@@ -8,6 +8,7 @@ and gives back, and in how a scheduler is told its settings; that is asked for b
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import sys
 from array import array
@@ -30,7 +31,7 @@ from lab.engines.case import Case
 from lab.engines.content import STOP, VOCABULARY
 from lab.engines.device import Finding
 from lab.engines.sglang_allocator import AllocatorPlayer
-from lab.engines.sglang_past_accounts import PastAccounts
+from lab.engines.sglang_past_accounts import PastAccounts, slots_of
 from lab.engines.sglang_past_pools import loops_for_kernels, make_allocator, make_rows
 from lab.engines.sglang_past_worker import PastDrafter, PastWorker
 from lab.engines.sglang_player import (
@@ -49,8 +50,28 @@ from lab.engines.shim import Hollow
 IDLE_TURNS = 300
 
 
+#: Groups of ranks, of which each has one.
+GROUPS = tuple(
+    f"{name}_group"
+    for name in ("world", "tp", "attn_tp", "attn_cp", "dcp", "pp", "moe_dp", "moe_ep", "moe_tp")
+)
 #: Until 0.5.3.post1 a thread overlaps: it is not run.
 HAS_CLIENT = hasattr(scheduler, "TpModelWorkerClient")
+
+
+def _nothing(_: Any) -> None:
+    """A model is not of this kind."""
+
+
+#: What asks a model's configuration for its kind; `hybrid_gdn_config` is that of the worker's.
+KINDS_OF_MODELS = {
+    "linear_attn_model_spec": _nothing,
+    "mamba2_config": _nothing,
+    "kimi_linear_config": _nothing,
+    "hybrid_lightning_config": _nothing,
+    "hybrid_gdn_config": lambda config: config.states,
+    "uses_ssm_state": lambda config: config.states is not None,
+}
 
 
 class EndedError(Exception):
@@ -68,6 +89,8 @@ class PartlySaid(SimpleNamespace):
 
 class CpuStream:
     """The only stream: what is launched is done at once, in that order."""
+
+    def __init__(self, **_: Any) -> None: ...
 
     def wait_stream(self, *_: Any) -> None:
         """Nothing is late."""
@@ -151,6 +174,23 @@ def arguments(settings: dict[str, Any]) -> ServerArgs:
     return ServerArgs(**{name: value for name, value in given.items() if name in takes})
 
 
+def make_global(given: ServerArgs) -> None:
+    """Let the process know its settings, and since 0.5.21 its rank."""
+    try:
+        context = importlib.import_module("sglang.srt.runtime_context")
+    except ImportError:
+        context = None
+    if hasattr(context, "publish"):
+        place = getattr(context, "SpawnRanks", None)
+        ranks = {"ranks": place(world_rank=0, dp_rank=None, gpu_id=0)} if place else {}
+        context.publish(given, role="scheduler", **ranks)
+        if place:
+            groups = {name: Group() for name in GROUPS if name in context._parallel_fields()}
+            context.get_parallel().override_permanently(**groups)
+    elif hasattr(server_args, "set_global_server_args_for_scheduler"):
+        server_args.set_global_server_args_for_scheduler(given)
+
+
 def described(*_: Any, **__: Any) -> Any:
     """The model's configuration, as far as a scheduler asks."""
     return PartlySaid(
@@ -178,7 +218,10 @@ def replace() -> None:
     torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     ServerArgs.__post_init__ = lambda *_: None
     ModelConfig.from_server_args = described
-    parallel_state._TP = Group()
+    for name in GROUPS:
+        held = f"_{name.removesuffix('_group').upper()}"
+        if hasattr(parallel_state, held):
+            setattr(parallel_state, held, Group())
     tp_worker.TpModelWorker = scheduler.TpModelWorker = PastWorker
     for module in list(sys.modules.values()):
         if module.__name__.startswith("sglang.srt.") and hasattr(module, "get_zmq_socket"):
@@ -189,7 +232,7 @@ def replace() -> None:
         *("get_available_gpu_memory", "initialize_mamba_selective_state_update_backend"),
         *("initialize_moe_config", "initialize_fp8_gemm_config", "initialize_fp4_gemm_config"),
         *("create_grammar_backend", "SchedulerMetricsCollector", "SchedulerProfilerManager"),
-        *("get_resolved_model_impl",),
+        *("get_resolved_model_impl", "bootstrap"),
     ):
         if hasattr(scheduler, name):
             setattr(scheduler, name, Group)
@@ -197,6 +240,9 @@ def replace() -> None:
         from sglang.srt.mem_cache import kv_cache_builder
 
         kv_cache_builder.get_resolved_model_impl = lambda *_: None
+        for name, asked in KINDS_OF_MODELS.items():
+            if hasattr(kv_cache_builder, name):
+                setattr(kv_cache_builder, name, asked)
     with contextlib.suppress(ImportError):
         from sglang.srt.speculative import eagle_worker_v2
 
@@ -234,8 +280,7 @@ class PastLoop(Scheduler):  # type: ignore[misc]
         size = settings["num_tokens"] // settings["page"] * settings["page"]
         self.simulated = Device(size + settings["page"], settings["page"])
         given = arguments(settings)
-        if hasattr(server_args, "set_global_server_args_for_scheduler"):
-            server_args.set_global_server_args_for_scheduler(given)
+        make_global(given)
         rows = make_rows(settings)
         self.is_decode_side = "rows_to_come" in settings
         if self.is_decode_side:
@@ -246,9 +291,10 @@ class PastLoop(Scheduler):  # type: ignore[misc]
         PastWorker.stream = CpuStream()
         PastWorker.given = self, rows, make_allocator(settings, self.simulated)
         takes = inspect.signature(Scheduler.__init__).parameters
-        ranks = {name: 0 for name in takes if name.endswith("_rank")} | {"dp_rank": None}
-        ports = Group()
-        super().__init__(given, ports, gpu_id=0, **ranks)
+        ranks = {name: 0 for name in takes if name.endswith("_rank") or name == "gpu_id"}
+        if "dp_rank" in ranks:
+            ranks["dp_rank"] = None
+        super().__init__(given, Group(), **ranks)
         self.schedule_stream = self.default_stream = self.forward_stream = CpuStream()
         self._war_barrier_enabled = False
         if not hasattr(self, "model_worker"):  # until 0.5.2
@@ -271,7 +317,7 @@ class PastLoop(Scheduler):  # type: ignore[misc]
     def watchdog_thread(self) -> None:
         """Nothing: a case ends by its turns."""
 
-    def recv_requests(self) -> list[Any]:
+    def recv_requests(self, **_: Any) -> list[Any]:
         """Let the traffic play its turn; end the loop when all of it is over."""
         self.traffic.turn()
         waits = len(self.waiting_queue) + self._num_queued() > 0
@@ -355,13 +401,14 @@ class PastPlayer(Player):
         """Return what is not given back of recurrent states; the laws count the rest."""
         if "spare_states" not in self.case.settings or not self.is_evicted:
             return []
-        pool = self.loop.req_to_token_pool.mamba_pool
+        rows = self.loop.req_to_token_pool
+        pool = getattr(rows, "mamba_allocator", rows.mamba_pool)  # since 0.5.14
         free, size = pool.available_size(), pool.size
         return [] if free == size else [f"no request is left, and {free} of {size} states are free"]
 
     def slots(self) -> dict[str, Any]:
         """Return the records of sessions."""
-        return getattr(self.loop.tree_cache, "slots", {})
+        return slots_of(self.loop.tree_cache)
 
     def pause(self, mode: str) -> None:
         """Pause, as over HTTP."""

@@ -13,6 +13,34 @@ from lab.engines.laws import CachedEntry, EngineView, Extent
 from lab.engines.sglang_pages import PageAccounts
 
 
+def slots_of(tree: Any) -> dict[str, Any]:
+    """Return the records of sessions, by their names."""
+    slots: dict[str, Any] = getattr(getattr(tree, "session", tree), "slots", {})
+    return slots
+
+
+def held_by(holder: Any, name: str) -> Any:
+    """Return a length or the row of a request or of a session; since 0.5.16 its `kv` has some."""
+    kv = getattr(holder, "kv", None)
+    return getattr(kv if hasattr(kv, name) else holder, name, None)
+
+
+def part_of(node: Any, at: int) -> Any:
+    """Return what a node of a tree of components has of one: 0 are all slots, 1 the window's."""
+    return node.component_data[at]
+
+
+def is_unified(node: Any) -> bool:
+    """Whether a node is of a tree of components, which is the only one since 0.5.19."""
+    return hasattr(node, "component_data")
+
+
+def _components(tree: Any) -> list[Any]:
+    """The parts of a tree of components; none of another tree."""
+    parts = getattr(getattr(tree, "inner", tree), "components", ())
+    return list(parts.values()) if isinstance(parts, dict) else list(parts)
+
+
 class PastAccounts:
     """Accounts of the pages of each pool, and of the rows, of one scheduler."""
 
@@ -29,6 +57,9 @@ class PastAccounts:
         self.pools = {"pages": PageAccounts(self.device, full, self.page_size)}
         if self.window is not None:
             self.pools["window"] = PageAccounts(self.device, self.window, self.page_size)
+        for part in _components(loop.tree_cache):
+            if hasattr(part, "_free_full"):  # 0.5.16 took the call before it was wrapped
+                part._free_full = full.free
         free = loop.req_to_token_pool.free_slots  # without row 0 since 0.5.13
         sinks = {*range(max(free) + 1)} - {*free}
         self.rows = Accounts(self.device, max(free) + 1, sinks)
@@ -42,21 +73,30 @@ class PastAccounts:
         extents = {}
         free = list(pool.free_slots)
         self.rows.holders = Counter(self.rows.blocks - set(free))
-        counts_lengths = all(hasattr(req, "kv_allocated_len") for req in requests[:1])
+        counts_lengths = all(
+            hasattr(req, "kv_allocated_len") or hasattr(req, "kv") for req in requests[:1]
+        )
         if not counts_lengths:  # a request of an old release names its row when it has none
             taken = {f"row {row}": [[row]] for row in self.rows.held()}
         for name, holder in self._holders(requests).items() if counts_lengths else ():
-            taken[name] = [[holder.req_pool_idx]]
-            row = pool.req_to_token[holder.req_pool_idx]
-            begin, end = holder.cache_protected_len, holder.kv_allocated_len
+            at = held_by(holder, "req_pool_idx")
+            taken[name] = [[at]]
+            row = pool.req_to_token[at]
+            begin, end = held_by(holder, "cache_protected_len"), held_by(holder, "kv_allocated_len")
             self._name(holdings, name, row[begin:end])
-            extents[name] = Extent(begin, holder.kv_committed_len, end, len(row))
+            extents[name] = Extent(begin, held_by(holder, "kv_committed_len"), end, len(row))
         entries = []
         locked = {}
         for name, node, text, end in self._nodes():
-            self._name(holdings, name, node.value, bool(getattr(node, "swa_tombstone", False)))
-            entries += list(self._entries(name, node.value, text, end))
-            locks = getattr(node, "lock_ref", getattr(node, "full_lock_ref", 0))
+            if is_unified(node):
+                value, locks = part_of(node, 0).value, part_of(node, 0).lock_ref
+                is_tombstone = part_of(node, 1).value is None
+            else:
+                value, locks = node.value, getattr(node, "lock_ref", None)
+                locks = getattr(node, "full_lock_ref", 0) if locks is None else locks
+                is_tombstone = bool(getattr(node, "swa_tombstone", False))
+            self._name(holdings, name, value, is_tombstone)
+            entries += list(self._entries(name, value, text, end))
             locked[name] = (locks, locks)  # who lives is not told by old releases
         views = {}
         for name, pages in self.pools.items():
@@ -91,14 +131,11 @@ class PastAccounts:
 
     def _holders(self, requests: Iterable[Any]) -> dict[str, Any]:
         """What holds a row, each row once: a turn borrows the one of its session."""
-        slots = getattr(self.loop.tree_cache, "slots", {})
+        slots = slots_of(self.loop.tree_cache)
         named = {f"session {name}": slot for name, slot in slots.items()}
         named |= {f"request {req.rid}": req for req in requests}
-        held = {
-            holder.req_pool_idx: (name, holder)
-            for name, holder in named.items()
-            if holder.req_pool_idx is not None
-        }
+        rows = {name: held_by(holder, "req_pool_idx") for name, holder in named.items()}
+        held = {row: (name, named[name]) for name, row in rows.items() if row is not None}
         return dict(held.values())
 
     def _nodes(self) -> Iterator[tuple[str, Any, Text, int]]:
@@ -121,7 +158,7 @@ class PastAccounts:
             if text is None or text.tokens[: len(whole)] != whole:
                 text = Text(whole, self.salt(getattr(key, "extra_key", None) or ""))
                 self.texts[node.id, end] = text
-            if node.value is not None:
+            if (part_of(node, 0) if is_unified(node) else node).value is not None:
                 yield f"node {node.id}", node, text, end
             waiting += [(child, whole[:end]) for child in node.children.values()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -129,7 +130,11 @@ class StateRows(memory_pool.HybridReqToTokenPool if HAS_STATES else object):  # 
     """Rows with a recurrent state each, whose temporal part is the key of what it has consumed."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        shape = SimpleNamespace(conv=(2, 1), temporal=(1, 1, 1))
+        takes = inspect.signature(memory_pool.HybridReqToTokenPool).parameters
+        since = {"mamba_spec_state_size": 1, "mamba_layer_ids": [0]}  # 0.5.10
+        since |= {"enable_mamba_extra_buffer": False, "enable_overlap_schedule": False}
+        conv = [(2, 1)] if "mamba_layer_ids" in takes else (2, 1)
+        shape = SimpleNamespace(conv=conv, temporal=(1, 1, 1))
         dtype = SimpleNamespace(conv=torch.int64, temporal=torch.int64)
         super().__init__(
             size=settings["rows"],
@@ -138,6 +143,7 @@ class StateRows(memory_pool.HybridReqToTokenPool if HAS_STATES else object):  # 
             device="cpu",
             enable_memory_saver=False,
             cache_params=SimpleNamespace(shape=shape, dtype=dtype, layers=[0]),
+            **{name: value for name, value in since.items() if name in takes},
         )
 
     def keys(self) -> torch.Tensor:

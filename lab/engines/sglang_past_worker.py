@@ -37,6 +37,11 @@ class PastWorker:
 
     given: Any = None
     stream: Any = None
+    # What a scheduler asks for its report of the start, and for a host's cache.
+    weight_load_time, preloaded_weights_bytes = 0.0, 0
+    hicache_draft_plan = primary_draft_kv_pool = None
+    graph_memory_usage: dict[str, float] = {}
+    graph_time_usage = graph_memory_usage
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.loop, self.rows, self.slots = self.given
@@ -49,8 +54,9 @@ class PastWorker:
         self.has_states = "spare_states" in settings
         self.window = KV(settings["window_tokens"] + settings["page"]) if self.is_hybrid else None
         self.model_runner: Any = Runner()
-        if self.has_states:
-            self.model_runner.hybrid_gdn_config = Hollow()
+        states = Hollow() if self.has_states else None
+        self.model_runner.hybrid_gdn_config = states
+        self.model_runner.model_config = SimpleNamespace(states=states, context_len=4096)
         self.model_config = SimpleNamespace(use_ngram_embedding=False, context_len=4096)
         self.target_worker = self
 
@@ -93,6 +99,8 @@ class PastWorker:
 
     set_hicache_consumer = on_verify_complete_cpu = clear_cache_pool
     alloc_memory_pool = init_attention_backends = init_cuda_graphs = clear_cache_pool  # 0.5.14
+    init_hicache_draft_plan = get_confidence_budget_prepare = clear_cache_pool  # 0.5.18
+    prewarm_sampling = clear_cache_pool  # 0.5.20
 
     def forward_batch_generation(self, batch: Any, *_: Any, **options: Any) -> Any:
         """Run one batch, as SGLang's worker would."""
@@ -142,7 +150,7 @@ class PastWorker:
         """Go on from the state of exactly the tokens before, to the one of all."""
         if not self.has_states:
             return
-        keys, row = self.rows.keys(), self.batch.reqs[lane].req_pool_idx
+        keys, row = self.rows.keys(), int(self.batch.req_pool_indices[lane])
         at = int(self.rows.req_index_to_mamba_index_mapping[row])
         if begin and int(keys[at]) != text.state_key(begin):
             self.device.faults.append(
@@ -153,6 +161,10 @@ class PastWorker:
     def _extend(self, batch: Any, publish: Any) -> dict[str, Any]:
         taken = 0
         said: list[int] = []
+        copied = getattr(batch, "mamba_cow_src_indices", None)
+        if copied is not None:  # cached states that requests go on from; since 0.5.14
+            keys = self.rows.keys()
+            keys[batch.mamba_cow_dst_indices] = keys[copied]
         tokens, slots = batch.input_ids.tolist(), batch.out_cache_loc.numpy()
         lens = zip(self.batch.prefix_lens, self.batch.extend_lens, strict=True)
         for (rid, text, length, row), (begin, count) in zip(self._lanes(batch), lens, strict=True):
@@ -197,6 +209,13 @@ class Runner(Hollow):
     hybrid_gdn_config: Any = None
     mamba2_config = linear_attn_model_spec = None
     kimi_linear_config = hybrid_lightning_config = canary_manager = None
+    # Since 0.5.16; a `Hollow` would say yes.
+    ngram_embedding_manager = SimpleNamespace(prepare_for_forward=lambda batch, **_: batch)
+    prefill_aware_swa = False
+    mtp_draft_device_pools: tuple[Any, ...] = ()
+    mtp_draft_mamba_pools = mtp_draft_device_pools
+    hisparse_coordinator = eplb_manager = None
+    token_to_kv_pool = SimpleNamespace(post_capture_active=False)  # 0.5.20
 
 
 class PastDrafter(PastWorker):

@@ -311,7 +311,7 @@ def test_a_stuck_loop_is_known_where_the_first_locks_a_window_of_the_cache() -> 
     ("law", "note", "thread"),
     [("progress", FULL, "#28530"), ("conservation", UNCLOSED, "#31765")],
 )
-def test_faults_of_sessions_until_0_5_14_are_known_by_their_notes(
+def test_faults_of_sessions_until_0_5_21_are_known_by_their_notes(
     law: str, note: str, thread: str
 ) -> None:
     turn = Verb(1, "turn", {"number": 1, "length": 1, "most": 1, "session": 0})
