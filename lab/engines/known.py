@@ -610,16 +610,6 @@ KNOWN = (
         "end",
     ),
     KnownFault(
-        "a turn that is retracted is part of its session's history, also when it is then aborted",
-        "sglang",
-        "0.5.11",
-        "0.5.21",
-        ("text",),
-        lambda case: _plays(case, "turn", 2) and _plays(case, "abort"),
-        "SGLang #40252 (open)",
-        "prompt of a turn",
-    ),
-    KnownFault(
         "a request is to have room for a whole window beside the one that its cached prefix locks",
         "sglang",
         "0.5.11",

@@ -140,7 +140,8 @@ def test_cases_of_old_releases_have_states_or_a_window_and_no_adapters() -> None
 
 def test_todays_windows_and_states_are_what_a_server_accepts() -> None:
     for family in ("plain", "sessions"):
-        assert all(newest_case(seed, family) == sglang_case(seed, family) for seed in range(20))
+        for case in (newest_case(seed, family) for seed in range(20)):
+            assert case.settings["priorities"] or case == sglang_case(case.seed, family)
     cases = {name: [newest_case(seed, name) for seed in range(80)] for name in ("window", "states")}
     assert all(
         any(verb.name == "turn" for case in drawn for verb in case.verbs)
