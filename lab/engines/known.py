@@ -303,7 +303,7 @@ KNOWN = (
         "vllm",
         "0.14.0",
         "0.26.0",
-        ("text", "lengths", "content", "exception"),
+        ("text", "lengths", "content", "exception", "order"),
         lambda case: case.settings.get("stages", 1) > 1,
         "read: `num_stale_output_tokens` since 0.27.0",
     ),

@@ -278,6 +278,7 @@ def test_the_least_pool_lacks_the_states_of_a_pipelines_stages(
         (Finding("order", "late write", ""), "0.16.0", "0.23.0", "0.24.0", "vLLM #45357"),
         (Finding("progress", "endless", ""), "0.24.0", "0.29.0", "0.33.0", "vLLM #49674"),
         (Finding("text", "turn", ""), "0.16.0", "0.26.0", "0.27.0", "read: `num_stale_output"),
+        (Finding("order", "landing", ""), "0.24.0", "0.26.0", "0.27.0", "read: `num_stale_output"),
     ],
 )
 def test_faults_of_steps_in_flight_are_known_in_pipelines(
