@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,7 @@ class PastWorker:
     # What a scheduler asks for its report of the start, and for a host's cache.
     weight_load_time, preloaded_weights_bytes = 0.0, 0
     hicache_draft_plan = primary_draft_kv_pool = None
-    graph_memory_usage: dict[str, float] = {}
-    graph_time_usage = graph_memory_usage
+    graph_memory_usage = graph_time_usage = MappingProxyType[str, float]({})
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.loop, self.rows, self.slots = self.given
@@ -207,6 +206,7 @@ class Runner(Hollow):
     """A model's runner; it has no kinds of layers but attention."""
 
     hybrid_gdn_config: Any = None
+    model_config: Any = None
     mamba2_config = linear_attn_model_spec = None
     kimi_linear_config = hybrid_lightning_config = canary_manager = None
     # Since 0.5.16; a `Hollow` would say yes.
