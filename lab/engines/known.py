@@ -613,7 +613,7 @@ KNOWN = (
         "a request is to have room for a whole window beside the one that its cached prefix locks",
         "sglang",
         "0.5.11",
-        "0.5.14",  # the last one with this budget here; 0.5.20 has another one
+        "0.5.15.post1",
         ("progress",),
         lambda case: bool(case.settings.get("window")),
         "SGLang #32379",

@@ -176,10 +176,9 @@ def arguments(settings: dict[str, Any]) -> ServerArgs:
 
 def make_global(given: ServerArgs) -> None:
     """Let the process know its settings, and since 0.5.21 its rank."""
-    try:
+    context: Any = None
+    with contextlib.suppress(ImportError):
         context = importlib.import_module("sglang.srt.runtime_context")
-    except ImportError:
-        context = None
     if hasattr(context, "publish"):
         place = getattr(context, "SpawnRanks", None)
         ranks = {"ranks": place(world_rank=0, dp_rank=None, gpu_id=0)} if place else {}
@@ -291,7 +290,9 @@ class PastLoop(Scheduler):  # type: ignore[misc]
         PastWorker.stream = CpuStream()
         PastWorker.given = self, rows, make_allocator(settings, self.simulated)
         takes = inspect.signature(Scheduler.__init__).parameters
-        ranks = {name: 0 for name in takes if name.endswith("_rank") or name == "gpu_id"}
+        ranks: dict[str, Any] = {
+            name: 0 for name in takes if name.endswith("_rank") or name == "gpu_id"
+        }
         if "dp_rank" in ranks:
             ranks["dp_rank"] = None
         super().__init__(given, Group(), **ranks)

@@ -206,6 +206,7 @@ class Runner(Hollow):
     """A model's runner; it has no kinds of layers but attention."""
 
     hybrid_gdn_config: Any = None
+    model_config: Any = None
     mamba2_config = linear_attn_model_spec = None
     kimi_linear_config = hybrid_lightning_config = canary_manager = None
     # Since 0.5.16; a `Hollow` would say yes.
