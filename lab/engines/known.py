@@ -40,6 +40,7 @@ FLUSHED = ", after a flush with requests under way"
 ROWLESS = ", and the first that waits has a row in its session, but no other one is free"
 #: Of a recurrent state, read by a step or cached.
 STATE = "the state behind "
+LEFT = ", which a turn of a session left when it ended or was retracted"
 #: What silently wrong KV breaks, whoever looks first.
 WRONG_KV = ("cache truth", "content", "text")
 
@@ -383,7 +384,7 @@ KNOWN = (
         ("states", "cache truth"),
         lambda case: bool(case.settings["shape"]) and _plays(case, "turn", 2),
         "lab/reports/sglang-0.5.23-session-states",
-        says=STATE,
+        says=LEFT,
         stays=True,
     ),
     KnownFault(
@@ -585,7 +586,7 @@ KNOWN = (
         "0.5.12.post1",
         "0.5.23",
         ("progress",),
-        lambda case: _plays(case, "turn", 2),
+        lambda case: _plays(case, "turn"),
         "SGLang #37583 (open)",
         says=ROWLESS,
     ),
@@ -598,6 +599,16 @@ KNOWN = (
         lambda case: _plays(case, "turn") and bool(case.settings.get("priorities")),
         "lab/reports/sglang-0.5.23-preempted-turn",
         "alloc_req_slots",
+    ),
+    KnownFault(
+        "slots of a window that a grouped free is to give back are those of a newer mapping",
+        "sglang",
+        "0.5.18",
+        "0.5.18",
+        ("rows", "conservation"),
+        lambda case: bool(case.settings.get("window")),
+        "SGLang #36081, #36135",
+        "window",
     ),
     KnownFault(
         "a round that passes both a stop token and the cap says what is behind the stop token",

@@ -156,7 +156,8 @@ class SglangAccounts:
         """What a node's state has consumed, and what its key promises."""
         keys = self.loop.req_to_token_pool.mamba_pool.mamba_cache.temporal.reshape(-1)
         held, promised = keys[slot : slot + 1].numpy().copy(), np.array([text.state_key(end)])
-        return CachedEntry(f"{name}, the state behind {end} tokens", slot, held, promised)
+        name, note = f"{name}, the state behind {end} tokens", self.loop.state_steps.note(slot)
+        return CachedEntry(name, slot, held, promised, note)
 
     def _mapped(self, slots: Any) -> Any:
         """The window's slots of those that have one."""

@@ -9,7 +9,7 @@ from typing import Any
 from lab.engines.case import Case, Verb
 
 FAMILIES = ("plain", "sessions", "window", "states")
-#: Until 0.5.21; `decode` in 0.5.1 and 0.5.2.
+#: Until 0.5.21; `decode` from 0.5.1 to 0.5.4.
 PAST_FAMILIES = ("plain", "sessions", "window", "states", "allocator", "decode")
 #: What a shrunk case has, where its fault does not need something else.
 PLAIN = {

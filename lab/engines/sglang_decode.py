@@ -1,4 +1,4 @@
-"""What the decode side of a disaggregated pair of SGLang 0.5.1 and 0.5.2 is given here.
+"""What the decode side of a disaggregated pair of SGLang 0.5.1 to 0.5.4 is given here.
 
 The KV of a prompt and its first token come from the prefill side: they are written turns after the
 row was allocated. A transfer that is aborted writes nothing any more.

@@ -265,6 +265,13 @@ class Player(ABC):
         text = self.loop.model_worker.texts[req.rid]
         self._leave_hole(text, len(req.origin_input_ids) + len(req.output_ids), RETRACTED)
         self.retracted.add(self.turns[req.rid])
+        self._leave_state(self.turns[req.rid])
+
+    def _leave_state(self, session: int) -> None:
+        """Note the recurrent state that a turn leaves to its session, if the model has any."""
+        steps, record = getattr(self.loop, "state_steps", None), self.slots().get(f"s{session}")
+        if steps and record and record.kv.mamba_pool_idx is not None:
+            steps.leave(int(record.kv.mamba_pool_idx))
 
     def _leave_hole(self, text: Text, length: int, note: str) -> None:
         self.holes[int(text.keys(length - 1, length)[0])] = note
@@ -379,6 +386,7 @@ class Player(ABC):
         )
         if name in self.turns and not is_aborted:
             self._leave_hole(text, len(self.ended[name]), ENDED)
+            self._leave_state(self.turns[name])
             prompt, tail = list(req.origin_input_ids), list(req.output_ids)
             tail = tail[: req.sampling_params.max_new_tokens]
             self.histories[self.turns[name]] = [self.ended[name], prompt + tail]

@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.spec_utils import _verify_commit_step_indices
 
 from lab.engines.content import Keys, Text, digest
+from lab.engines.known import LEFT
 
 
 def state_rows(setup: Any, width: int) -> HybridReqToTokenPool:
@@ -59,6 +60,8 @@ class StateSteps:
         self.worker, self.rows, self.setup = worker, rows, setup
         self.keys = rows.mamba_pool.mamba_cache.temporal.reshape(-1)
         self.batch: Any = None
+        #: States that a turn of a session left when it ended or was retracted.
+        self.left: set[int] = set()
         self.forward, worker.forward_batch_generation = worker.forward_batch_generation, self.run
         if setup.shape is not None:
             self.follow, worker._follow = worker._follow, self.verified
@@ -85,8 +88,16 @@ class StateSteps:
                 why = "has other tokens" if held else "is cleared"
                 self.worker.device.faults.append(
                     f"{req.rid} goes on from the state behind {begin} tokens in slot {slot}, which "
-                    f"{why}"
+                    f"{why}{self.note(slot)}"
                 )
+
+    def leave(self, slot: int) -> None:
+        """A turn leaves its state to its session."""
+        self.left.add(int(self.keys[slot]))
+
+    def note(self, slot: int) -> str:
+        """What is known of a state."""
+        return LEFT if int(self.keys[slot]) in self.left else ""
 
     def slots(self, batch: Any) -> list[int]:
         """Return the slot of each request's own state."""

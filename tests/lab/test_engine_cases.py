@@ -23,6 +23,7 @@ from lab.engines.known import (
     FLUSHED,
     FULL,
     KNOWN,
+    LEFT,
     NO_CHUNKS,
     OWN_CHUNK,
     OWN_WINDOW,
@@ -167,8 +168,9 @@ def test_states_of_sessions_are_known_by_what_their_fault_needs() -> None:
     turns = (Verb(1, "turn", {"session": 0}), Verb(2, "turn", {"session": 0}))
     given = {"shape": [3, 1, 4], "page": 1, "window": 0}
     drafting = Case("sglang", "states", 1, given, turns)
-    fault = known_fault("sglang-0.5.23", drafting, Finding("states", "a step", text))
+    fault = known_fault("sglang-0.5.23", drafting, Finding("states", "a step", text + LEFT))
     assert fault is not None and fault.thread.endswith("session-states")
+    assert known_fault("sglang-0.5.23", drafting, Finding("states", "a step", text)) is None
     plain = dataclasses.replace(drafting, settings=given | {"shape": None})
     assert known_fault("sglang-0.5.23", plain, Finding("states", "a step", text)) is None
     paged = dataclasses.replace(plain, settings=plain.settings | {"page": 4})
