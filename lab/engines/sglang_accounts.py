@@ -144,13 +144,13 @@ class SglangAccounts:
         named = {f"session {name}": slot.kv for name, slot in slots}
         living = [req for req in requests if req.kv.holds_kv or not req.finished()]
         named |= {f"request {req.rid}": req.kv for req in living}
-        own = {}
+        states = {}
         for name, kv in {id(kv): (name, kv) for name, kv in reversed(named.items())}.values():
             held = [int(kv.mamba_pool_idx)] if kv.mamba_pool_idx is not None else []
             if kv.mamba_ping_pong_track_buffer is not None:
                 held += [slot for slot in kv.mamba_ping_pong_track_buffer.tolist() if slot >= 0]
-            own[name] = [held]
-        return own
+            states[name] = [held]
+        return states
 
     def _state_entry(self, name: str, slot: int, text: Text, end: int) -> CachedEntry:
         """What a node's state has consumed, and what its key promises."""

@@ -125,9 +125,9 @@ class NewestPlayer(Player):
             return ""
         page, chunk = self.case.settings["page"], self.loop.setup.chunk_size
         length = -(-(len(req.origin_input_ids) + len(req.output_ids) - req.prefix_len) // page)
-        most = req.sampling_params.max_new_tokens - len(req.output_ids)
+        max_new = req.sampling_params.max_new_tokens - len(req.output_ids)
         now = min(length * page, chunk or length * page)
-        needed = max(now - window, 0) + min(length * page + most, window) + page
+        needed = max(now - window, 0) + min(length * page + max_new, window) + page
         left = self.case.settings["window_tokens"] - needed
         if left <= 0 and not chunk:
             return NO_CHUNKS

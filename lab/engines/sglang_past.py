@@ -180,10 +180,10 @@ def make_global(given: ServerArgs) -> None:
     with contextlib.suppress(ImportError):
         context = importlib.import_module("sglang.srt.runtime_context")
     if hasattr(context, "publish"):
-        place = getattr(context, "SpawnRanks", None)
-        ranks = {"ranks": place(world_rank=0, dp_rank=None, gpu_id=0)} if place else {}
+        spawn_ranks = getattr(context, "SpawnRanks", None)
+        ranks = {"ranks": spawn_ranks(world_rank=0, dp_rank=None, gpu_id=0)} if spawn_ranks else {}
         context.publish(given, role="scheduler", **ranks)
-        if place:
+        if spawn_ranks:
             groups = {name: Group() for name in GROUPS if name in context._parallel_fields()}
             context.get_parallel().override_permanently(**groups)
     elif hasattr(server_args, "set_global_server_args_for_scheduler"):

@@ -130,8 +130,8 @@ class StateSteps:
     def verified(self, lanes: Any, accept_lens: list[int]) -> None:
         """Commit the states behind the accepted drafts, as SGLang's worker does."""
         worker, batch, count = self.worker, self.batch, self.setup.shape[2]
-        most = min(self.setup.shape[0] + 1, count)
-        index = torch.full((len(lanes), most), -1, dtype=torch.int64)
+        depth = min(self.setup.shape[0] + 1, count)
+        index = torch.full((len(lanes), depth), -1, dtype=torch.int64)
         steps = []
         for lane, (rid, _, length, _) in enumerate(lanes):
             accepted, nodes = worker._accept(rid, length)

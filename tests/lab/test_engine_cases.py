@@ -444,10 +444,10 @@ def test_a_family_with_which_a_release_cannot_be_made_is_refused_and_raises_no_a
     refusal = Finding(SETUP, "the loop", "TypeError: 8 arguments were given")
     engine = Engine(vllm_case, lambda _: [refusal], PLAIN, VLLM_FAMILIES)
     job = {"family": "window", "seed": 1, "seconds": 9, "cases": 4, "jobs": 2, "known": True}
-    told = []
+    printed = []
     with pytest.raises(SystemExit, match=r"'window' does not run in vllm-0\.9\.9: .* 8 arguments"):
-        told += server.hunt("vllm-0.9.9", job, engine)
-    assert told == []
+        printed += server.hunt("vllm-0.9.9", job, engine)
+    assert printed == []
 
 
 def test_a_hunt_ends_by_its_cpu_time_and_not_while_its_process_waits() -> None:
