@@ -397,7 +397,7 @@ class Player(ABC):
 
     def _expect_history(self, req: Any) -> None:
         """A turn's prompt is what its session's finished turns read and said, and new tokens."""
-        if req.rid not in self.turns or self.case.settings["overlaps"]:
+        if req.rid not in self.turns or self.case.settings.get("overlaps", True):
             return
         if req.finished() or getattr(req, "to_finish", None):  # it is refused
             return
