@@ -53,7 +53,7 @@ def sglang_case(seed: int, family: str) -> Case:
 
 
 def newest_case(seed: int, family: str) -> Case:
-    """Return the case of a seed for today's releases: models with windows too."""
+    """Return the case of a seed for today's releases, of models with windows or states too."""
     case = sglang_case(seed, family)
     rng = random.Random(f"newest {family} {seed}")
     settings: dict[str, Any] = {}

@@ -345,7 +345,7 @@ class Player(ABC):
         """What is known of the first that waits, if any does.
 
         It may leave no page of the pool, in a session no two, lock a window in the cache, wait for
-        slots of a session that cannot be closed, or for a batch that is marked as full.
+        slots of a session that cannot be closed, for a batch that is marked as full, or for a row.
         """
         if not self.loop.waiting_queue:
             return ""
