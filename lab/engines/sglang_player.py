@@ -260,6 +260,16 @@ class Player(ABC):
             queue(req, *args, **given)
 
         self.loop._add_request_to_queue = add
+        if not hasattr(self.loop, "send_abort_output"):  # until 0.5.21
+            return
+        send = self.loop.send_abort_output
+
+        def send_abort(abort: Any, req: Any = None) -> None:
+            if req is not None and req.rid in self.turns:  # retracted, and too large to wait
+                self._note_retraction(req)
+            send(abort, req)
+
+        self.loop.send_abort_output = send_abort
 
     def _note_retraction(self, req: Any) -> None:
         text = self.loop.model_worker.texts[req.rid]
